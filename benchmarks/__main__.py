@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from benchmarks import fork_causes, journal, memory, merge, prepare, trajectory_building
+from benchmarks import fork_causes, fork_growth, journal, memory, merge, prepare, trajectory_building
 from benchmarks.measure import BenchmarkTable
 
 TABLES: dict[str, Callable[[], BenchmarkTable]] = {
@@ -21,6 +21,7 @@ TABLES: dict[str, Callable[[], BenchmarkTable]] = {
     "journal": journal.write_table,
     "replay": journal.replay_table,
     "causes": fork_causes.table,
+    "exports": fork_growth.table,
 }
 
 

@@ -66,6 +66,10 @@ class ReplayCodec:
     def stop_ids(self) -> frozenset[int]:
         return frozenset()
 
+    @property
+    def vocab_size(self) -> int | None:
+        return None
+
     def with_clock(self, now: datetime) -> ReplayCodec:
         return self
 

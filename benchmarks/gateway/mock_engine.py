@@ -46,6 +46,8 @@ class MockEngine:
     greedy_logprob_temperature: float | None = 1.0
     max_context: int | None = None
     supports_images = False
+    supported_fields: frozenset[str] = frozenset()
+    constrains_raw_logprobs: bool = False
 
     def __init__(self, replies: Sequence[Ids]) -> None:
         self._replies = replies

@@ -34,8 +34,9 @@ if typing.TYPE_CHECKING:
     from branchline.export.jsonl import read_jsonl, write_jsonl
     from branchline.export.packing import pack_rows
     from branchline.export.parquet import read_parquet, write_parquet
-    from branchline.export.samples import Export, ExportPolicy, export_samples
+    from branchline.export.samples import Export, ExportPolicy, SampleStream, export_samples
     from branchline.export.trajectory import Trajectory, TrajectoryGroup
+    from branchline.export.tree_lines import samples_from_lines
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import agent, run_agent
     from branchline.loop.context.context_loop import ContextOptions
@@ -63,6 +64,7 @@ if typing.TYPE_CHECKING:
     from branchline.train.policy_update import UpdateConfig
     from branchline.train.trainer import Trainer, TrainerConfig
     from branchline.tree.journal import Journal
+    from branchline.tree.journal_repair import check_journal, repair_journal
     from branchline.tree.session import Session
     from branchline.tree.tree import Tree
 
@@ -76,6 +78,8 @@ _MODULE_OF = {
     "Timeline": "timelines.timeline",
     "ToolCall": "core.message",
     "Tree": "tree.tree",
+    "check_journal": "tree.journal_repair",
+    "repair_journal": "tree.journal_repair",
     "timelines_of": "timelines.timeline",
     # codecs
     "GenericCodec": "chat.generic.codec",
@@ -119,12 +123,14 @@ _MODULE_OF = {
     "Export": "export.samples",
     "ExportPolicy": "export.samples",
     "Sample": "core.sample",
+    "SampleStream": "export.samples",
     "classify_forks": "timelines.causes",
     "export_samples": "export.samples",
     "merge": "timelines.merge",
     "read_jsonl": "export.jsonl",
     "read_log": "timelines.log",
     "read_parquet": "export.parquet",
+    "samples_from_lines": "export.tree_lines",
     "write_jsonl": "export.jsonl",
     "write_parquet": "export.parquet",
     # rollouts
@@ -191,6 +197,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutStats",
     "Sample",
+    "SampleStream",
     "SamplingParams",
     "ScriptedEngine",
     "Session",
@@ -214,6 +221,7 @@ __all__ = [
     "VllmEngine",
     "__version__",
     "agent",
+    "check_journal",
     "classify_forks",
     "export_samples",
     "merge",
@@ -223,7 +231,9 @@ __all__ = [
     "read_log",
     "read_parquet",
     "read_tasks",
+    "repair_journal",
     "run_agent",
+    "samples_from_lines",
     "timelines_of",
     "tool",
     "training_rows",

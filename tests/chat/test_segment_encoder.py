@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from branchline.chat import segment_encoder
 from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.core.reader import replace_surrogates
 from tests.chat.families import FAMILIES, load_codec, load_tokenizer
@@ -57,6 +58,23 @@ def test_ids_are_split_at_the_nearest_token_end_to_the_right(data: st.DataObject
         # A token may end inside a character; the character then counts to the left.
         decoded = b"".join(map(load_tokenizer("qwen3").token_bytes, prefix)).decode("utf-8", "ignore")
         assert len(decoded) in (end, end - 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_long_texts_are_converted_in_pieces_with_the_same_result(data: st.DataObject) -> None:
+    encoder = load_codec("qwen3").segment_encoder
+    text = data.draw(texts("qwen3"))
+    offset = data.draw(st.integers(0, len(text)))
+    parts = [text[:offset], text[offset:]]
+    expected_ids, expected_moves = encoder.encode_parts(parts, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment_encoder, "_PIECE_IDS", data.draw(st.integers(1, 5)))
+        patch.setattr(segment_encoder, "_MAX_WORDS_TEXT", data.draw(st.integers(0, 9)))
+        encoder._cache.clear()
+        ids, moves = encoder.encode_parts(parts, None)
+    assert [part.tolist() for part in ids] == [part.tolist() for part in expected_ids]
+    assert moves == expected_moves
 
 
 def test_cached_segments_are_not_encoded_again() -> None:

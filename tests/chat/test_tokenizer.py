@@ -12,11 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.tokenizer import VOCABULARY_PADDING, TokenizerDir
 from branchline.core.errors import CodecError, InputError
 from branchline.core.token_arrays import as_ids
 from tests.chat.harness import HELLO_MERGES, save_byte_level
 from tests.core.fake_hub import fake_hub
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def save_sentencepiece_style(path: Path) -> Path:
@@ -99,6 +105,29 @@ def test_sentencepiece_tokens_decode_to_spaces_and_single_bytes(tmp_path: Path) 
 def test_known_ids_pass_the_check(tokenizer: TokenizerDir) -> None:
     assert tokenizer.invalid_id_error(as_ids(range(tokenizer.vocab_size))) is None
     assert tokenizer.invalid_id_error(as_ids([])) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "extra"),
+    [
+        (None, VOCABULARY_PADDING),
+        ({}, VOCABULARY_PADDING),
+        ({"vocab_size": 100_000}, None),
+        ({"text_config": {"vocab_size": 100_000}}, None),
+        ({"vocab_size": 3}, 0),
+        ({"vocab_size": "many", "text_config": 1}, VOCABULARY_PADDING),
+    ],
+)
+def test_the_vocabulary_of_the_model_may_be_larger_than_that_of_the_tokenizer(
+    tmp_path: Path, config: dict[str, object] | None, extra: int | None
+) -> None:
+    save_byte_level(tmp_path, special=["<|end|>"])
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = TokenizerDir.open(tmp_path)
+    expected = 100_000 if extra is None else tokenizer.vocab_size + extra
+    assert tokenizer.model_vocab_size == expected
+    assert GenericCodec(tokenizer, chat_template=TEMPLATE).vocab_size == expected
 
 
 @pytest.mark.parametrize("bad", [100_000, -3])

@@ -64,10 +64,10 @@ class ServedGateway:
         assert match is not None, self.banner
         return match[1]
 
-    def chat(self, text: str) -> httpx.Response:
+    def chat(self, text: str, **fields: object) -> httpx.Response:
         return httpx.post(
             self.printed(r"base_url +(\S+)") + "/chat/completions",
-            json={"model": "toy", "messages": [raw_message("user", text)]},
+            json={"model": "toy", "messages": [raw_message("user", text)], **fields},
             headers={"authorization": "Bearer " + self.printed(r"api_key +(\S+)")},
         )
 

@@ -15,6 +15,9 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.cli.engines import build_router
 from branchline.cli.main import build_parser, main
 from branchline.core.errors import EngineError, InputError
+from branchline.engines.client import ServerConfig
+from branchline.engines.http import HttpEngine
+from branchline.engines.replicas import Replicas
 from tests.chat.harness import save_byte_level
 from tests.cli.harness import serve_options
 from tests.core.fake_hub import fake_hub, use_cache
@@ -156,3 +159,26 @@ def test_limits_of_the_embedded_engine_are_options(tmp_path: Path) -> None:
     assert (found.prefill_tokens, found.threads) == (64, 2)
     assert str(engine._model.dtype) == "torch.bfloat16"
     asyncio.run(engine.close())
+
+
+def test_timeouts_of_engines_are_options(tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def timeouts(*arguments: str) -> set[tuple[float, float]]:
+        url = ("--engine-url", "http://127.0.0.1:2", "--tokenizer", str(tokenizer))
+        _, router = build_router(build_parser().parse_args(["serve", "--engine", "vllm", *url, *arguments]))
+        assert isinstance(router.default_engine, Replicas)
+        assert router._create_replica is not None
+        engines = [*router.default_engine.engines, router._create_replica("http://127.0.0.1:3")]
+        configs = [engine.client.config for engine in engines if isinstance(engine, HttpEngine)]
+        assert len(configs) == 2
+        return {(config.first_token_timeout_s, config.token_timeout_s) for config in configs}
+
+    assert timeouts() == {(600, 60)}
+    assert timeouts("--first-token-timeout-s", "30", "--token-timeout-s", "1.5") == {(30, 1.5)}
+    with pytest.raises(InputError, match=r"^token_timeout_s: got 0\.0, expected seconds, more than 0"):
+        timeouts("--token-timeout-s", "0")
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("first_token_timeout_s", "token_timeout_s"):
+        _, _, description = shown.partition(f"--{name.replace('_', '-')} SECONDS ")
+        assert f"(default: {getattr(ServerConfig, name):g})" in description.partition(" --")[0]

@@ -162,17 +162,41 @@ def test_each_upstream_gets_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_admin_key_may_come_from_the_environment() -> None:
     with served_gateway(BRANCHLINE_ADMIN_KEY="ak-mine") as gateway:
-        assert "admin key      ak-mine" in gateway.banner
+        assert "admin key      as given" in gateway.banner
+        assert "ak-mine" not in gateway.banner
         url = gateway.printed(r" on (http://\S+)")
         assert httpx.get(f"{url}/sessions", headers={"authorization": "Bearer ak-mine"}).status_code == 200
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.process.wait(20) == 0
 
 
+def test_limits_are_options() -> None:
+    options = ["--max-tools", "1", "--max-header-bytes", "300", "--header-timeout-s", "0.05"]
+    with served_gateway(*options) as gateway:
+        url, headers = gateway.printed(r"base_url +(\S+)"), {"x": "y" * 300}
+        assert httpx.get(url, headers=headers).status_code == 431
+        address = url.removeprefix("http://").partition("/")[0].split(":")
+        with socket.create_connection((address[0], int(address[1])), 20) as silent:
+            assert silent.recv(12) == b"HTTP/1.1 408"
+
+
+def test_a_limit_that_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--engine", "scripted", "--max-tools", "0"]) == 2
+    assert "max_tools: got 0, expected more than 0" in capsys.readouterr().err
+
+
 def test_default_max_tokens_limits_answers_without_a_limit() -> None:
     with served_gateway("--default-max-tokens", "3") as gateway:
         answer = gateway.chat("hello").json()
         assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
+
+
+def test_unknown_fields_are_ignored_only_with_the_option() -> None:
+    with served_gateway("--ignore-unknown-fields") as gateway:
+        assert gateway.chat("hello", temprature=0.3).status_code == 200
+    with served_gateway() as gateway:
+        refused = gateway.chat("hello", temprature=0.3)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temprature")
 
 
 def test_the_printed_base_url_is_the_public_one() -> None:

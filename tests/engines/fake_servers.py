@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, Literal, Self
 
 from tests.engines.fake_model import EOS, next_token
 
 PLACEHOLDER = 777
 """The placeholder id of images."""
+FOREIGN_ID = 60_000
+"""An id outside the vocabulary of the model."""
+Lie = Literal["id", "logprob", "after_finish", "too_many", "index"]
+"""What a server sends that cannot be right: an id outside the vocabulary, a positive logprob, ids after the
+finish reason, more ids than asked for, another choice than the only one."""
 
 
 class FakeServer:
@@ -39,13 +44,22 @@ class FakeServer:
         self.event_after: tuple[int, dict[str, Any]] | None = None
         """After this many ids the stream ends with this event."""
         self.refusal: tuple[int, bytes] | None = None
+        self.refusal_for: Callable[[Any], tuple[int, bytes] | None] = lambda body: None
+        """Returns the refusal of a generation request by its body; None accepts it."""
+        self.refused_id: int | None = None
+        """If set, only requests whose prompt contains this id get the refusal."""
         self.retry_after = ""
         """The Retry-After header of a refusal."""
+        self.response_headers: dict[str, str] = {}
+        """Further headers of the responses to generation requests."""
         self.json_by_path: dict[str, Any] = {}
         self.failing_paths: set[str] = set()
         """Paths that answer 500."""
         self.stop_at: int | None = None
         """The number of ids before EOS."""
+        self.lie: Lie | None = None
+        self.lie_at = 0
+        """The number of ids before the first that is a lie."""
         self.is_held = asyncio.Event()
         self.proceed = asyncio.Event()
         self.aborted = asyncio.Event()
@@ -55,9 +69,17 @@ class FakeServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._on_connect, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        await self.listen()
         return self
+
+    async def listen(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._on_connect, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def restart(self) -> None:
+        """Listens again at the same address, after `kill`."""
+        await self.listen(self.port)
 
     async def __aexit__(self, *_: object) -> None:
         self.kill()
@@ -76,10 +98,15 @@ class FakeServer:
         """The bodies of the generation requests, in order."""
         return [body for path, body in self.requests if path == self.generate_path]
 
+    @property
+    def _choice_index(self) -> int:
+        return int(self.lie == "index")
+
     def request_paths(self) -> list[str]:
         return [path for path, _ in self.requests]
 
-    def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    def events(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """Each event as an object, or as its bytes."""
         raise NotImplementedError
 
     async def tokens(
@@ -90,6 +117,7 @@ class FakeServer:
         ids, out = list(prompt), 0
         event: tuple[list[int], list[float]] = ([], [])
         finish = None
+        stop_after = limit + 2 if self.lie == "too_many" else limit
         while finish is None:
             for count, action in ((self.hold_after, self._hold), (self.die_after, self._die)):
                 if count == out and not event[0]:
@@ -97,17 +125,22 @@ class FakeServer:
             if out in (self.end_after, (self.event_after or [None])[0]):
                 return
             token, logprob = (EOS, -0.5) if out == self.stop_at else next_token(ids, self.weights)
+            if self.lie in ("id", "logprob") and out == self.lie_at:
+                token, logprob = (FOREIGN_ID, logprob) if self.lie == "id" else (token, 0.5)
             ids.append(token)
             event[0].append(token)
             event[1].append(logprob)
             out += 1
-            finish = "stop" if token in (EOS, *stop_ids) else "length" if out == limit else None
+            finish = "stop" if token in (EOS, *stop_ids) else "length" if out == stop_after else None
             size, first = (
                 (interval, 1) if interval and self.supports_stream_interval else (self.ids_per_event, 0)
             )
             if finish or out % size == first % size:
                 yield event[0], event[1], finish
                 event = ([], [])
+        if self.lie == "after_finish":
+            token, logprob = next_token(ids, self.weights)
+            yield [token], [logprob], None
 
     async def _hold(self) -> None:
         self.is_held.set()
@@ -133,20 +166,28 @@ class FakeServer:
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 body = json.loads(raw or b"null")
                 self.requests.append((path, body))
-                if path == self.generate_path and self.refusal is None:
+                refusal = self._refusal(body) if path == self.generate_path else None
+                if path == self.generate_path and refusal is None:
                     await self._stream_response(reader, writer, body)
                 else:
-                    self._send_response(writer, path)
+                    self._send_response(writer, path, refusal)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    def _send_response(self, writer: asyncio.StreamWriter, path: str) -> None:
+    def _refusal(self, body: dict[str, Any]) -> tuple[int, bytes] | None:
+        prompt = body.get("prompt") or body.get("input_ids") or ()
+        is_refused = self.refused_id is None or self.refused_id in prompt
+        return self.refusal if self.refusal is not None and is_refused else self.refusal_for(body)
+
+    def _send_response(
+        self, writer: asyncio.StreamWriter, path: str, refusal: tuple[int, bytes] | None
+    ) -> None:
         status, content = 404, b'{"detail": "Not Found"}'
-        if self.refusal is not None and path == self.generate_path:
-            status, content = self.refusal
+        if refusal is not None and path == self.generate_path:
+            status, content = refusal
         elif path in self.failing_paths:
             status, content = 500, b"broken"
         elif path in self.json_by_path:
@@ -155,7 +196,10 @@ class FakeServer:
         head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n"
         if self.retry_after:
             head += f"retry-after: {self.retry_after}\r\n"
-        writer.write(f"{head}\r\n".encode() + content)
+        writer.write((head + self._header_lines() + "\r\n").encode() + content)
+
+    def _header_lines(self) -> str:
+        return "".join([f"{name}: {value}\r\n" for name, value in self.response_headers.items()])
 
     async def _stream_response(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]
@@ -174,11 +218,14 @@ class FakeServer:
 
     async def _send_events(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            + self._header_lines().encode()
+            + b"\r\n"
         )
         unsent = b""
         async for event in self.events(body):
-            unsent += b"data: " + json.dumps(event).encode() + b"\n\n"
+            data = event if isinstance(event, bytes) else json.dumps(event).encode()
+            unsent += b"data: " + data + b"\n\n"
             unsent = self._write(writer, unsent, self.write_size)
             await writer.drain()
             if self.yields_between_events:
@@ -218,7 +265,7 @@ class FakeVllm(FakeServer):
             body["prompt"], body["max_tokens"], body["stop_token_ids"], body.get("stream_interval")
         ):
             choice: dict[str, Any] = {
-                "index": 0,
+                "index": self._choice_index,
                 "text": "…",
                 "logprobs": {
                     "text_offset": [0] * len(ids),
@@ -247,7 +294,12 @@ class FakeVllm(FakeServer):
                 {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
                 for token, logprob in zip(ids, logprobs, strict=True)
             ]
-            choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish}
+            choice = {
+                "index": self._choice_index,
+                "token_ids": ids,
+                "logprobs": {"content": content},
+                "finish_reason": finish,
+            }
             yield {
                 "request_id": "r",
                 "usage": None,
@@ -270,6 +322,10 @@ class FakeSglang(FakeServer):
 
     generate_path = "/generate"
     incremental = False
+    weight_versions: Mapping[int, str] = {0: "default"}
+    """What it reports as `weight_version`, by the number of output ids from which on it does."""
+    max_prompt: int | None = None
+    """Longer prompts are cut."""
     placeholder_counts: tuple[int, ...] = ()
     """How often it repeats the placeholder of each image."""
     add_to_prompt: tuple[int, ...] = ()
@@ -278,7 +334,7 @@ class FakeSglang(FakeServer):
         params = body["sampling_params"]
         all_ids: list[int] = []
         all_logprobs: list[list[Any]] = []
-        prompt = expand_placeholders(body["input_ids"], self.placeholder_counts)
+        prompt = expand_placeholders(body["input_ids"], self.placeholder_counts)[: self.max_prompt]
         seen = (
             {"prompt_token_ids": [*prompt, *self.add_to_prompt]}
             if body.get("return_prompt_token_ids")
@@ -296,13 +352,14 @@ class FakeSglang(FakeServer):
             reason = {"stop": {"type": "stop", "matched": ids[-1]}, "length": {"type": "length", "length": 1}}
             yield {
                 **seen,
+                **({"index": 1} if self.lie == "index" else {}),
                 "text": "…",
                 "output_ids": all_ids[start:],
                 "meta_info": {
                     "id": body["rid"],
                     "finish_reason": reason.get(finish or ""),
-                    "prompt_tokens": len(body["input_ids"]),
-                    "weight_version": "default",
+                    "prompt_tokens": len(prompt),
+                    "weight_version": self._weight_version(len(all_ids)),
                     "input_token_logprobs": [],
                     "output_token_logprobs": all_logprobs[start:],
                     "output_token_logprobs_length": len(all_ids),
@@ -310,14 +367,17 @@ class FakeSglang(FakeServer):
                 },
             }
 
+    def _weight_version(self, count: int) -> str:
+        return self.weight_versions[max(start for start in self.weight_versions if start <= count)]
+
 
 class FakeChat(FakeServer):
     """`/v1/chat/completions`: sends scripted events."""
 
     generate_path = "/v1/chat/completions"
-    scripted_events: tuple[dict[str, Any], ...] = ()
+    scripted_events: tuple[dict[str, Any] | bytes, ...] = ()
 
-    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         for event in self.scripted_events:
             yield event
         if self.hold_after is not None:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from branchline.core.errors import InputError
 from branchline.engines.client import HttpClient, HttpConnection, HttpResponse, ServerConfig
 from tests.engines.fake_model import run
 from tests.engines.fake_transport import FakeTransport, chunked_body
@@ -15,14 +17,14 @@ from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def new_client() -> HttpClient:
-    return HttpClient(ServerConfig("http://host:1"), "http://host:1")
+def new_client(**config: Any) -> HttpClient:
+    return HttpClient(ServerConfig("http://host:1", **config), "http://host:1")
 
 
-def send_request(timeout_s: float = 60) -> tuple[HttpConnection, HttpResponse]:
-    """A new connection, and the response to the request that it sent."""
-    client = new_client()
-    connection, response = HttpConnection(client, timeout_s), client.request("GET", "/a")
+def send_request(*, is_generation: bool = False, **config: Any) -> tuple[HttpConnection, HttpResponse]:
+    """A new connection, and the response to the request that it sent; `config` are fields of ServerConfig."""
+    client = new_client(**config)
+    connection, response = HttpConnection(client), client.request("GET", "/a", is_generation=is_generation)
     FakeTransport(connection)
     connection.send_request(response)
     return connection, response
@@ -188,7 +190,7 @@ def test_connection_stays_open_unless_the_server_closes_it(header: bytes) -> Non
 
 def test_read_timeout_counts_from_the_last_data() -> None:
     async def main() -> None:
-        connection, response = send_request(timeout_s=10)
+        connection, response = send_request(read_timeout_s=10)
         await advance(9)
         connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\na")
         await advance(9)
@@ -200,3 +202,84 @@ def test_read_timeout_counts_from_the_last_data() -> None:
         assert connection.transport.is_closing()
 
     run_with_frozen_clock(main())
+
+
+def test_generation_has_one_timeout_until_its_first_token_and_one_between_tokens() -> None:
+    async def main() -> None:
+        config = {"first_token_timeout_s": 100, "token_timeout_s": 10, "read_timeout_s": 1}
+        connection, response = send_request(is_generation=True, **config)
+        for _ in range(9):
+            await advance(11)
+        assert not response.is_ended
+        await advance(2)
+        assert (response.error, response.timed_out) == ("no first token for 100 s", True)
+        connection, response = send_request(is_generation=True, **config)
+        await advance(99)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nab")
+        for _ in range(3):
+            await advance(9)
+            assert not response.is_ended
+            connection.data_received(b"c")
+        await advance(11)
+        assert (response.error, response.timed_out) == ("no further token for 10 s", True)
+        assert response.read_nowait() == b"abccc"
+        assert connection.transport.is_closing()
+
+    run_with_frozen_clock(main())
+
+
+def test_headers_and_comments_are_no_tokens() -> None:
+    async def main() -> None:
+        config = {"first_token_timeout_s": 10, "token_timeout_s": 10}
+        connection, response = send_request(is_generation=True, **config)
+        await advance(9)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.data_received(b"8\r\n: ping\n\n\r\n")
+        await advance(2)
+        assert response.error == "no first token for 10 s"
+        connection, response = send_request(is_generation=True, **config)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nd\r\n")
+        await advance(9)
+        connection.data_received(b"8\r\n: ping\n\n\r\n")
+        await advance(2)
+        assert response.error == "no further token for 10 s"
+
+    run_with_frozen_clock(main())
+
+
+def test_comments_keep_a_response_that_is_no_generation() -> None:
+    """The agent loop reads streams of a gateway, which sends comments while it waits for an engine."""
+
+    async def main() -> None:
+        connection, response = send_request(read_timeout_s=10)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(5):
+            connection.data_received(b"8\r\n: ping\n\n\r\n")
+            await advance(9)
+        assert not response.is_ended
+
+    run_with_frozen_clock(main())
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("error", [None, ConnectionResetError("reset by peer")])
+def test_post_on_a_reused_connection_that_was_reset_is_not_sent_again(
+    method: str, error: Exception | None
+) -> None:
+    async def main() -> None:
+        connection, _ = send_request()
+        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na")
+        response = new_client().request(method, "/generate")
+        connection.send_request(response)
+        connection.connection_lost(error)
+        is_unread = error is None or method == "GET"
+        assert (response.is_resent, response.is_ended) == (is_unread, not is_unread)
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["first_token_timeout_s", "token_timeout_s", "read_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_timeout_that_is_not_positive_is_refused(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{name}: got {value}, expected seconds, more than 0"):
+        new_client(**{name: value})

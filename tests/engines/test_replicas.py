@@ -20,7 +20,13 @@ from tests.engines.fake_model import (
     take_tokens,
 )
 from tests.engines.fake_servers import FakeVllm
-from tests.engines.replica_servers import ManualClock, replica_servers, request_counts, wait_for_requests
+from tests.engines.replica_servers import (
+    ManualClock,
+    replica_servers,
+    request_counts,
+    wait_for_checks,
+    wait_for_requests,
+)
 
 
 def test_call_fails_with_the_last_error_when_all_replicas_fail() -> None:
@@ -82,21 +88,24 @@ def test_new_session_goes_to_the_replica_with_the_fewest_calls() -> None:
     run(main())
 
 
-def test_failed_replica_is_avoided_for_a_while_and_its_sessions_move() -> None:
+def test_failed_replica_gets_no_calls_until_a_check_succeeds_and_its_sessions_return() -> None:
     async def main() -> None:
         clock = ManualClock()
         async with replica_servers(2, clock) as (replicas, servers):
             servers[0].refusal = (500, b"")
             await collect(replicas.generate(PROMPT, params(1), session="a"))
+            await wait_for_checks(replicas)
             servers[0].refusal = None
             await collect(replicas.generate(PROMPT, params(1), session="a"))
             await collect(replicas.generate(PROMPT, params(1), session="b"))
             assert request_counts(servers) == [1, 3]
             clock.now += replicas.retry_after_s
-            assert replicas.failing == ()
             await collect(replicas.generate(PROMPT, params(1), session="c"))
+            assert request_counts(servers) == [1, 4], "the check comes first"
+            await wait_for_checks(replicas)
+            assert replicas.failing == ()
             await collect(replicas.generate(PROMPT, params(1), session="a"))
-            assert request_counts(servers) == [2, 4], "a moved session stays on its new replica"
+            assert request_counts(servers) == [2, 4], "a session returns to its home"
 
     run(main())
 

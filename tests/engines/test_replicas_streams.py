@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Chunk, Engine
-from branchline.engines.replicas import CancellableStream
+from branchline.engines.replica_pool import CancellableStream
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake_model import PROMPT, collect, continuation, float32, ids_of, logprobs_of, params, run
 from tests.engines.replica_servers import replica_servers

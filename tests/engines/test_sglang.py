@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from branchline.core.errors import EngineError, EngineInputError
+from branchline.core.errors import ContextLengthError, EngineBusyError, EngineError, EngineInputError
 from branchline.engines.base import BUFFERED_FLUSH_S, Engine
 from branchline.engines.http import STREAM_INTERVAL
 from branchline.engines.sglang import SglangEngine
@@ -195,7 +195,7 @@ def test_ready_samples_nothing_and_sets_the_context_length() -> None:
             server.json_by_path = {"/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]}}
             await engine.ready()
             assert engine.max_context == 64
-            assert set(server.request_paths()) == {"/v1/models"}
+            assert set(server.request_paths()) == {"/v1/models", "/server_info", "/get_server_info"}
             await engine.close()
 
     run(main())
@@ -300,6 +300,197 @@ def test_paused_generation_continues_after_its_own_ids_under_the_new_version() -
             assert versions_of(chunks) == [4] * 3 + [5] * 5
             assert [path for path in server.request_paths() if path in paths] == list(paths)
             assert dict(server.requests)["/update_weight_version"]["new_version"] == "5"
+            await engine.close()
+
+    run(main())
+
+
+EAGLE = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_eagle_topk": 4,
+    "speculative_num_steps": 3,
+    "speculative_num_draft_tokens": 8,
+}
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+@pytest.mark.parametrize(
+    ("info", "reserved"),
+    [
+        (EAGLE, 12),
+        (EAGLE | {"speculative_num_draft_tokens": 16}, 16),
+        (EAGLE | {"speculative_adaptive": True}, 32),
+        (EAGLE | {"speculative_algorithm": None}, 0),
+        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": None}, 0),
+        (None, 0),
+    ],
+)
+def test_tokens_that_speculative_decoding_reserves_are_not_asked_for(
+    path: str, info: Any, reserved: int
+) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            models = {"data": [{"id": "tiny", "max_model_len": 64}]}
+            server.json_by_path = {"/v1/models": models, path: info}
+            engine = SglangEngine(server.url)
+            for _ in range(2):
+                await engine.ready()
+                assert engine.max_context == 64 - reserved
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("flush_s", [0, 60])
+def test_tokens_have_the_version_of_the_weights_that_the_server_reports(
+    incremental: bool, flush_s: float
+) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.incremental, server.weight_versions = incremental, {0: "default", 3: "5", 6: "7"}
+            engine = SglangEngine(server.url, version=4)
+            chunks = await collect(engine.generate(PROMPT, params(8, flush_s=flush_s)))
+            assert ids_of(chunks) == continuation(PROMPT, 8)[0]
+            assert versions_of(chunks) == [4] * 2 + [5] * 3 + [7] * 3
+            assert engine.version == 7
+            server.weight_versions = {0: "7"}
+            await collect(engine.generate(PROMPT, params(1)))
+            assert server.bodies[-1]["extra_key"] == "v7", "no KV cache of older weights is reused"
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({0: "3"}, "got '3', expected 4 or later"),
+        ({0: "5", 2: "default"}, "got 'default' after '5', expected a number"),
+        ({0: "default", 2: "step-9"}, "got 'step-9' after 'default', expected a number"),
+    ],
+)
+def test_weights_of_unknown_or_older_version_are_an_error(labels: dict[int, str], message: str) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.weight_versions = labels
+            engine = SglangEngine(server.url, version=4)
+            with pytest.raises(EngineError, match=f"weight_version: {message}"):
+                await collect(engine.generate(PROMPT, params(8)))
+            await engine.close()
+
+    run(main())
+
+
+def test_prompt_that_the_server_cut_is_an_error() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.max_prompt = 2
+            engine = SglangEngine(server.url)
+            with pytest.raises(ContextLengthError, match="prompt is too long: 3 tokens > 2 maximum"):
+                await collect(engine.generate(PROMPT, params()))
+            await engine.close()
+
+    run(main())
+
+
+def test_prompt_that_the_server_extended_is_an_error() -> None:
+    meta = {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 7, None]], "prompt_tokens": 4}
+    request = SglangEngine("http://host", name="e").build_request(PROMPT, params())
+    with pytest.raises(EngineError, match="e: the server saw a prompt of 4 ids, expected 3"):
+        request.read([json.dumps({"output_ids": [7], "meta_info": meta}).encode()])
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("sampling_seed must be an integer", EngineInputError),
+        ("The input (70 tokens) is longer than the model's context length (64 tokens).", ContextLengthError),
+    ],
+)
+def test_error_event_without_a_code_is_an_error_of_the_request(message: str, kind: type[EngineError]) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.event_after = (0, {"error": {"message": message}})
+            engine = SglangEngine(server.url)
+            with pytest.raises(kind):
+                await collect(engine.generate(PROMPT, params()))
+            await engine.close()
+
+    run(main())
+
+
+def test_aborted_generation_of_a_server_without_room_is_busy() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            reason = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+            server.event_after = (0, {"output_ids": [], "meta_info": {"finish_reason": reason}})
+            engine = SglangEngine(server.url)
+            with pytest.raises(EngineBusyError, match="abort: The request queue is full") as raised:
+                await collect(engine.generate(PROMPT, params()))
+            assert raised.value.is_overloaded
+            await engine.close()
+
+    run(main())
+
+
+def test_requests_without_a_seed_have_different_seeds() -> None:
+    """SGLang's deterministic mode gives all requests without a seed the same one."""
+
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            for seed in (None, None, 7, 7):
+                await collect(engine.generate(PROMPT, params(1, seed=seed)))
+            seeds = [body["sampling_params"].get("sampling_seed") for body in server.bodies]
+            assert len(set(seeds)) == 3
+            assert seeds[2:] == [7, 7]
+            assert all(0 <= seed < 2**63 for seed in seeds)
+            await engine.close()
+
+    run(main())
+
+
+def test_constraints_have_sglangs_names() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            asked = params(
+                requested_fields=("x",),
+                ignore_eos=True,
+                min_tokens=2,
+                logit_bias={5: -1.0},
+                extra={"custom_params": {"a": 1}, "custom_logit_processor": "code"},
+            )
+            await collect(engine.generate(PROMPT, asked))
+            body = server.bodies[0]
+            sampling = body["sampling_params"]
+            assert (sampling["ignore_eos"], sampling["min_new_tokens"]) == (True, 2)
+            assert (sampling["logit_bias"], sampling["custom_params"]) == ({"5": -1.0}, {"a": 1})
+            assert body["custom_logit_processor"] == "code"
+            assert "custom_params" not in body
+            await collect(engine.generate(PROMPT, params()))
+            plain = server.bodies[1]["sampling_params"]
+            assert not {"ignore_eos", "min_new_tokens", "logit_bias", "custom_params"} & plain.keys()
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "sent"),
+    [
+        ({"type": "regex", "regex": "a+"}, {"regex": "a+"}),
+        ({"type": "choice", "choice": ["yes", 'a "b"']}, {"ebnf": r'root ::= "yes" | "a \"b\""'}),
+        ({"type": "grammar", "grammar": "root ::= x"}, {"ebnf": "root ::= x"}),
+    ],
+)
+def test_grammar_becomes_a_sampling_parameter(grammar: Any, sent: dict[str, str]) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            await collect(engine.generate(PROMPT, params(grammar=grammar)))
+            assert sent.items() <= server.bodies[0]["sampling_params"].items()
             await engine.close()
 
     run(main())

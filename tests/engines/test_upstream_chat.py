@@ -8,7 +8,8 @@ import pytest
 
 from branchline.core.errors import ContextLengthError, EngineBusyError, EngineError, EngineInputError
 from branchline.engines.client import ServerConfig
-from branchline.engines.upstream_chat import ChatDelta, TokenUsage, ToolCallDelta, UpstreamChat
+from branchline.engines.upstream_chat import UpstreamChat
+from branchline.engines.upstream_events import ChatDelta, TokenUsage, ToolCallDelta
 from tests.engines.fake_model import run
 from tests.engines.fake_servers import FakeChat
 

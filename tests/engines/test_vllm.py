@@ -350,3 +350,53 @@ def test_resume_waits_for_the_pause_before_it() -> None:
             await engine.close()
 
     run(main())
+
+
+def test_constraints_have_vllms_names() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            engine = VllmEngine(server.url, model="m")
+            asked = params(
+                requested_fields=("x",),
+                ignore_eos=True,
+                min_tokens=2,
+                logit_bias={5: -1.0},
+                allowed_token_ids=(1, 2),
+                bad_words=("no",),
+                extra={"vllm_xargs": {"a": 1}},
+            )
+            sent = {
+                "ignore_eos": True,
+                "min_tokens": 2,
+                "logit_bias": {"5": -1.0},
+                "allowed_token_ids": [1, 2],
+                "bad_words": ["no"],
+                "vllm_xargs": {"a": 1},
+            }
+            await collect(engine.generate(PROMPT, asked))
+            assert sent.items() <= server.bodies[0].items()
+            await collect(engine.generate(PROMPT, params()))
+            assert not sent.keys() & server.bodies[1].keys()
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("regex", "a+"), ("choice", ["a", "b"]), ("grammar", "root ::= x")]
+)
+def test_grammar_that_is_no_response_format_is_a_structured_output(kind: str, value: Any) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            engine = VllmEngine(server.url, model="m")
+            await collect(engine.generate(PROMPT, params(grammar={"type": kind, kind: value})))
+            assert server.bodies[0]["structured_outputs"] == {kind: value}
+            assert "response_format" not in server.bodies[0]
+            await engine.close()
+
+    run(main())
+
+
+def test_continuation_asks_for_the_rest_of_the_minimum() -> None:
+    asked = params(9, min_tokens=4)
+    assert [asked.for_continuation(produced).min_tokens for produced in (1, 4, 7)] == [3, 0, 0]

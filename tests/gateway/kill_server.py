@@ -175,6 +175,7 @@ class Engine(ScriptedEngine):
         session: str = "",
         images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
+        self.received_prompts.clear()  # kept by the scripted engine for tests of prompts
         with self._phase_counts.count_during(Phase.SAMPLING):
             async for chunk in super().generate(prompt_ids, params, session=session, images=images):
                 yield chunk
@@ -192,15 +193,15 @@ class _Connection:
         return getattr(self._db, name)
 
     def execute(self, statement: str, *values: Any) -> Any:
-        is_insert = statement.startswith("INSERT INTO records (")  # one statement, one transaction
+        is_insert = statement.startswith("INSERT INTO records")  # one statement, one transaction
         if is_insert:
-            self._begin_writing(values[0][1::2])
+            self._begin_writing(values[0][2::4])
         if (is_insert or statement == "COMMIT") and self._uncommitted:
             self._failpoint.reach(KillPoint.TRANSACTION, *self._uncommitted)
         return self._db.execute(statement, *values)
 
     def executemany(self, statement: str, rows: Any) -> Any:
-        self._begin_writing([record for _, _, record in rows])
+        self._begin_writing([record for _, _, record, _ in rows])
         return self._db.executemany(statement, rows)
 
     def _begin_writing(self, records: Any) -> None:

@@ -149,6 +149,7 @@ OPTIONS = {
 }
 CONTROL: list[tuple[str, str, Any]] = [
     ("GET", "/healthz", None),
+    ("GET", "/readyz", None),
     ("GET", "/metrics", None),
     ("POST", "/sessions", OPTIONS),
     ("GET", "/sessions", None),

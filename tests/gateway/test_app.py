@@ -18,7 +18,7 @@ from branchline.core.call import Delivery
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.server import UvicornServer, bind_socket
+from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 from tests.gateway.harness import run

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from branchline.engines.replicas import Replicas
+from branchline.engines.vllm import VllmEngine
 from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError, read_body
 from branchline.gateway.config import GatewayConfig
 from branchline.runtime.message_cache import parse_json
+from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import Agent, agent, run
 
 
@@ -26,6 +29,22 @@ def _asgi_request(*parts: bytes, length: str = "") -> tuple[AsgiRequest, list[by
 
     headers = [(b"content-length", length.encode())] if length else []
     return AsgiRequest({"method": "POST", "headers": headers}, receive, send), unread
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("retry_after", ["7", ""])
+def test_busy_engine_keeps_its_status_and_retry_after(status: int, retry_after: str) -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            server.refusal, server.retry_after = (status, b"queue is full"), retry_after
+            engine = Replicas([VllmEngine(server.url)])
+            async with agent(gateway_engine=engine) as a:
+                response = await a.ask("p")
+        assert response.status_code == status
+        # A 503 without it would be a broken journal.
+        assert response.headers.get("retry-after", "") == (retry_after or ("1" if status == 503 else ""))
+
+    run(test)
 
 
 @pytest.mark.parametrize("length", ["101", "9" * 5000])

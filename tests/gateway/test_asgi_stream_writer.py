@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -205,18 +205,21 @@ class BlockingServer:
             await self.open.wait()
             self.sent.append(message["body"])
 
-    def writer(self, keepalive_s: float) -> StreamWriter:
+    @contextmanager
+    def writer(self, keepalive_s: float) -> Iterator[StreamWriter]:
         async def receive() -> Any:
             raise AssertionError("the body was read")
 
         request = AsgiRequest({"method": "POST", "headers": []}, receive, self.send)
-        return StreamWriter(request, Encoder(), keepalive_s)
+        writer = StreamWriter(request, Encoder(), keepalive_s)
+        yield writer
+        writer.keepalive_task.cancel()
 
 
 def test_no_keepalive_starts_while_an_event_is_being_sent() -> None:
     async def test() -> None:
         server = BlockingServer()
-        with closing(server.writer(0.002)) as writer:
+        with server.writer(0.002) as writer:
             server.open.clear()
             sending = asyncio.ensure_future(writer.write(EVENT))
             await server.blocked.wait()
@@ -232,7 +235,7 @@ def test_event_waits_for_a_keepalive_in_progress() -> None:
     async def test() -> None:
         server = BlockingServer()
         server.open.clear()
-        with closing(server.writer(0.002)) as writer:
+        with server.writer(0.002) as writer:
             await server.blocked.wait()
             sending = asyncio.ensure_future(writer.write_error(ErrorInfo(500, "")))
             await asyncio.sleep(0)
@@ -244,14 +247,14 @@ def test_event_waits_for_a_keepalive_in_progress() -> None:
     run(test)
 
 
-def test_leaving_the_block_cancels_a_keepalive_in_progress() -> None:
+def test_cancelling_the_task_ends_a_keepalive_in_progress() -> None:
     async def test() -> None:
         server = BlockingServer()
         server.open.clear()
-        with closing(server.writer(0.002)) as writer:
+        with server.writer(0.002) as writer:
             await server.blocked.wait()
         with pytest.raises(asyncio.CancelledError):
-            await writer._keepalive_task
+            await writer.keepalive_task
         assert server.sent == []
 
     run(test)
@@ -260,7 +263,7 @@ def test_leaving_the_block_cancels_a_keepalive_in_progress() -> None:
 def test_empty_deltas_are_not_sent() -> None:
     async def test() -> None:
         server = BlockingServer()
-        with closing(server.writer(60)) as writer:
+        with server.writer(60) as writer:
             await writer.write(AnswerDelta(0, [MessageDelta(content="")]))
             assert server.sent == []
 

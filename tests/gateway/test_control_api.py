@@ -256,7 +256,7 @@ def test_reward_and_end_that_the_journal_refuses_change_nothing(
     async def test() -> None:
         journal = tmp_path / "j"
         async with agent("x", journal=journal) as a:
-            monkeypatch.setattr(Journal, "_write_inline", lambda _: False)
+            monkeypatch.setattr(Journal, "_write_inline", lambda _, **__: False)
             monkeypatch.setattr(Journal, "_commit", full)
             url, key = f"{a.gateway.url}/sessions/{a.session.id}", a.control_headers
             assert (await a.http.post(f"{url}/reward", json=1, headers=key)).status_code == 503
@@ -280,7 +280,7 @@ def test_answer_that_the_journal_refused_is_not_trained(
 
     async def test() -> None:
         async with agent("x", journal=tmp_path / "j") as a:
-            monkeypatch.setattr(Journal, "_write_inline", lambda _: False)
+            monkeypatch.setattr(Journal, "_write_inline", lambda _, **__: False)
             monkeypatch.setattr(Journal, "_commit", full)
             assert (await a.ask("p")).status_code == 503
             assert not (await a.get("/samples"))["samples"]

@@ -78,7 +78,7 @@ async def _send_all_requests(gateway: Gateway, http: httpx.AsyncClient) -> tuple
     assert await post(messages=SECRET) == 400
     assert await post(key=wrong) == 403
     assert await post(key=wrong, to=f"{gateway.url}/v1/chat/completions") == 403
-    assert await post(to=f"{gateway.url}/sessions/{SECRET}/v1/chat/completions") == 404
+    assert await post(to=f"{gateway.url}/sessions/{SECRET}/v1/chat/completions") == 403
     assert await post(to=f"{s.base_url}/completions", messages=None, prompt=SECRET) == 200
     for body in (b'{"messages": [{"role": "user", "content": "' + SECRET.encode(), SECRET.encode(), b"\xff"):
         assert (await http.post(url, content=body, headers=api_headers)).status_code == 400

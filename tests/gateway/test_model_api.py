@@ -15,8 +15,8 @@ from branchline import Message, ToolCall, ToyCodec
 from branchline.core.call import Delivery
 from branchline.engines.scripted import ScriptedEngine
 from branchline.engines.vllm import VllmEngine
+from branchline.gateway.asgi import identify_agent
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.model_api import identify_agent
 from branchline.tree.journal import Journal
 from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import Agent, agent, run
@@ -110,6 +110,9 @@ def test_without_keys_all_clients_share_the_default_session() -> None:
         (GatewayConfig(max_messages=2), 400, "messages: got '3 messages', expected at most 2"),
         (GatewayConfig(max_prompt_tokens=20), 400, "prompt is too long: 89 tokens > 20 maximum."),
         (GatewayConfig(max_body_bytes=60), 413, "expected at most 60 bytes"),
+        (GatewayConfig(max_tools=1), 400, "tools: got '2 tools', expected at most 1"),
+        (GatewayConfig(max_prompt_characters=30), 400, "characters', expected at most 30 in messages and"),
+        (GatewayConfig(max_json_values=9), 400, "more than 9 commas and opening brackets', expected at"),
     ],
 )
 def test_requests_over_a_limit_are_refused_with_the_limit(
@@ -117,7 +120,9 @@ def test_requests_over_a_limit_are_refused_with_the_limit(
 ) -> None:
     async def test() -> None:
         async with agent("x", config=config) as a:
-            refused = await a.ask("one", "two", "three" * 10)
+            tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+            tools_field: dict[str, Any] = {"tools": tools} if config.max_tools == 1 else {}
+            refused = await a.ask("one", "two", "three" * 10, **tools_field)
             assert refused.status_code == status
             assert problem in refused.json()["error"]["message"]
             assert not a.engine.received_prompts

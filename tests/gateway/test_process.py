@@ -12,13 +12,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from branchline.gateway import process
-from branchline.gateway.process import run_server, tune_gc
+from branchline.gateway.process import open_file_limit, raise_open_file_limit, run_server, tune_gc
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
 def loop_package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The package of the event loop that `run_server` shall use."""
     monkeypatch.setattr(process, "tune_gc", lambda: None)
+    monkeypatch.setattr(process, "raise_open_file_limit", lambda: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     if request.param == "asyncio":
         monkeypatch.setitem(sys.modules, "uvloop", None)  # as if it were not installed
     else:
@@ -119,12 +121,28 @@ def test_tuned_gc_is_rare_and_ignores_existing_objects() -> None:
     assert not any(tracked is existing for tracked in gc.get_objects())
 
 
-def test_gc_is_tuned_before_the_coroutine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_is_tuned_before_the_coroutine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(process, "tune_gc", lambda: order.append("tune_gc"))
+    monkeypatch.setattr(process, "raise_open_file_limit", lambda: order.append("raise_open_file_limit"))
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: order.append(f"switch {seconds}"))
 
     async def main() -> None:
         order.append("main")
 
     run_server(main())
-    assert order == ["tune_gc", "main"]
+    assert order == ["raise_open_file_limit", "switch 0.0005", "tune_gc", "main"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
+def test_the_limit_on_open_files_is_raised_to_what_the_system_allows() -> None:
+    import resource
+
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        assert open_file_limit() == min(soft, 256)
+        raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

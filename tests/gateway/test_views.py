@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
+import httpx
 import pytest
 
-from branchline.gateway import views
+from branchline.export.jsonl import sample_to_json
+from branchline.export.tree_lines import samples_from_lines
+from branchline.gateway import control_api, views
 from branchline.runtime import managed_session
-from tests.gateway.harness import agent, run
+from tests.gateway.harness import Agent, agent, run
 
 
 @pytest.mark.parametrize(
     ("path", "module", "function"),
     [
         ("/tree", views, "classify_forks"),
-        ("/samples", managed_session, "export_samples"),
+        ("/samples", managed_session, "SampleStream"),
         ("/timelines", views, "timelines_of"),
     ],
 )
@@ -59,5 +63,105 @@ def test_sample_has_the_group_and_metadata_of_its_session() -> None:
             await a.ask_text("p")
             (sample,) = (await a.get("/samples"))["samples"]
             assert (sample["group"], sample["metadata"]) == ("g7", {"task": 3})
+
+    run(test)
+
+
+# -- formats of samples ------------------------------------------------------------------------------
+
+
+async def _get_samples(a: Agent, query: str = "", **headers: str) -> httpx.Response:
+    url = f"{a.gateway.url}/sessions/{a.session.id}/samples{query}"
+    return await a.http.get(url, headers={**a.control_headers, **headers})
+
+
+def test_samples_are_one_object_json_lines_or_a_tree() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "A3", group="g") as a:
+            await a.ask_text("p")
+            await a.ask_text("p", "A1", "q")
+            await a.ask_text("p", "A1", "r")
+            whole = (await _get_samples(a)).json()
+            assert len(whole["samples"]) == 2
+            for query, headers in (("?format=jsonl", {}), ("", {"accept": "application/x-ndjson, */*"})):
+                response = await _get_samples(a, query, **headers)
+                assert response.headers["content-type"].startswith("application/jsonl")
+                *samples, report = map(json.loads, response.text.splitlines())
+                assert samples == whole["samples"]
+                assert report == {"report": whole["report"]}
+            lines = [json.loads(line) for line in (await _get_samples(a, "?format=tree")).text.splitlines()]
+            assert [sample_to_json(sample) for sample in samples_from_lines(lines)] == [
+                {name: value for name, value in sample.items() if name not in ("group", "metadata")}
+                for sample in whole["samples"]
+            ]
+            assert lines[-1] == {"report": whole["report"]}
+            assert {line["group"] for line in lines if "sample" in line} == {"g"}
+            # The first turn is in both samples and was written once.
+            ids = [len(line["ids"]) for line in lines if "node" in line]
+            written = [len(one["prompt_ids"]) + len(one["response_ids"]) for one in whole["samples"]]
+            assert sum(ids) < sum(written)
+
+    run(test)
+
+
+@pytest.mark.parametrize("format", ["json", "jsonl", "tree"])
+def test_a_session_without_samples_has_a_report_in_every_format(format: str) -> None:
+    async def test() -> None:
+        async with agent("x", eval=True) as a:
+            for _ in range(2):
+                response = await _get_samples(a, f"?format={format}")
+                body = json.loads(response.text)
+                assert body.get("samples", []) == []
+                assert "sampled_tokens" in body["report"]
+                await a.ask_text("p")
+
+    run(test)
+
+
+def test_an_unknown_format_and_an_invalid_policy_are_refused_before_the_stream() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            await a.ask_text("p")
+            for query in ("?format=xml", "?format=json&format=tree", "?shares=none", "?max_samples=0"):
+                response = await _get_samples(a, query)
+                assert response.status_code == 400, query
+            assert (
+                "format: got 'xml', expected json, jsonl or tree"
+                in (await _get_samples(a, "?format=xml")).text
+            )
+
+    run(test)
+
+
+def test_a_large_export_is_built_in_parts_while_the_event_loop_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only what a client has read is built, and no part runs in the event loop."""
+    monkeypatch.setattr(control_api, "_STREAM_BYTES", 1)
+    threads: set[int] = set()
+    built: list[int] = []
+    original = sample_to_json
+
+    def note(*args: Any, **options: Any) -> Any:
+        threads.add(threading.get_ident())
+        built.append(1)
+        return original(*args, **options)
+
+    monkeypatch.setattr(views, "sample_to_json", note)
+
+    async def test() -> None:
+        async with agent(rule=lambda _: "x" * 200_000) as a:
+            for index in range(40):
+                await a.ask_text(f"question {index}")
+            url = f"{a.gateway.url}/sessions/{a.session.id}/samples?format=jsonl"
+            async with a.http.stream("GET", url, headers=a.control_headers) as response:
+                lines = response.aiter_lines()
+                json.loads(await anext(lines))
+                await asyncio.sleep(0.05)
+                assert len(built) < 40
+                async for line in lines:
+                    last = line
+            assert json.loads(last)["report"]["samples"] == len(built) == 40
+            assert threading.get_ident() not in threads
 
     run(test)

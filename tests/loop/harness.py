@@ -142,6 +142,8 @@ class ResumableScriptedEngine:
     logprobs_after_truncation: bool | None = True
     greedy_logprob_temperature: float | None = 1.0
     supports_images: bool = False
+    supported_fields: frozenset[str] = frozenset()
+    constrains_raw_logprobs: bool = False
     max_context: int | None = None
     prompts_by_session: dict[str, list[Ids]] = field(default_factory=dict)
     """The prompts of each session, in order; replicas share one."""

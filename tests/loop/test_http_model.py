@@ -234,7 +234,7 @@ def test_error_responses_become_the_gateways_errors() -> None:
 
             no_key = await refused(HttpModel(url, ""))
             wrong_key = await refused(HttpModel(url, "sk-wrong"))
-            no_session = await refused(HttpModel(a.gateway.url + "/sessions/unknown/v1", key))
+            no_session = await refused(HttpModel(a.gateway.url + "/sessions/unknown/v1", a.gateway.admin_key))
             assert isinstance(no_key, SessionError)
             assert isinstance(wrong_key, SessionError)
             assert isinstance(no_session, SessionError)

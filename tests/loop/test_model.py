@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from branchline import ToyCodec, timelines_of
-from branchline.core.errors import MessageError, SessionError
+from branchline.core.errors import EngineInputError, MessageError, SessionError
 from branchline.core.message import Message, ToolCall
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.loop.model import SessionModel
@@ -76,6 +76,23 @@ def test_the_sessions_sampling_overrides_the_params() -> None:
             "seed": 7,
             "max_tokens": 4,
         }
+
+    run(test)
+
+
+def test_params_are_followed_recorded_or_refused_as_in_a_request() -> None:
+    async def test() -> None:
+        model, managed, engine = scripted_model("ok")
+        with pytest.raises(MessageError, match=r"temprature: got 0\.3, expected no such field"):
+            await model.ask(ASK, params={"temprature": 0.3})
+        with pytest.raises(EngineInputError, match=r"logit_bias: got \{.5.: 1\}, expected no such field"):
+            await model.ask(ASK, params={"logit_bias": {"5": 1}})
+        assert not managed.session.tree.calls
+        engine.supported_fields = frozenset({"logit_bias"})
+        await model.ask(ASK, params={"logit_bias": {"5": 1}, "reasoning_effort": "low", "user": "u"})
+        sampling = managed.session.tree.calls[0].sampling
+        assert (sampling["constraints"], sampling["logit_bias"]) == (["logit_bias"], {"5": 1.0})
+        assert sampling["requested"] == {"reasoning_effort": "low"}
 
     run(test)
 

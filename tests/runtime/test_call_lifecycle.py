@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,21 @@ from hypothesis import strategies as st
 
 from branchline import Journal, Message, ToolCall, ToyCodec
 from branchline.core.call import Delivery
-from branchline.core.errors import ContextLengthError, EngineError, JournalError, SessionError
+from branchline.core.errors import (
+    ContextLengthError,
+    EngineError,
+    EngineOutputError,
+    JournalError,
+    SessionError,
+)
 from branchline.engines.base import BUFFERED_FLUSH_S, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.vllm import VllmEngine
 from branchline.runtime.answer import AnswerDelta
 from branchline.runtime.call_record import CallResult
+from branchline.runtime.limits import run_in_prepare_thread
 from branchline.runtime.managed_session import ManagedSession
-from tests.engines.fake_servers import FakeVllm
+from tests.engines.fake_servers import FOREIGN_ID, FakeVllm, Lie
 from tests.gateway.harness import run
 from tests.runtime.harness import ANSWER, call_request, complete_call, open_session, start_call
 
@@ -278,18 +286,19 @@ def test_a_prompt_must_fit_and_may_leave_no_token_to_sample() -> None:
 def test_a_long_request_is_prepared_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         threads: list[Any] = []
-        to_thread = asyncio.to_thread
 
-        async def counted(work: Any, *args: Any) -> Any:
+        async def counted(managed: Any, work: Any) -> Any:
             threads.append(work)
-            return await to_thread(work, *args)
+            return await run_in_prepare_thread(managed, work)
 
-        monkeypatch.setattr("branchline.runtime.call_lifecycle.asyncio.to_thread", counted)
+        monkeypatch.setattr("branchline.runtime.call_lifecycle.run_in_prepare_thread", counted)
         managed, engine = open_session(), ScriptedEngine(rule=replies("x"))
-        await complete_call(managed, engine, call_request("p" * 49_999))
+        await complete_call(managed, engine, call_request("p" * 9_999))
         assert not threads
-        await complete_call(managed, engine, call_request("p" * 50_000))
+        await complete_call(managed, engine, call_request("p" * 10_000))
         assert len(threads) == 1
+        await complete_call(managed, engine, replace(call_request("p"), body_bytes=40_000))
+        assert len(threads) == 2
 
     run(test)
 
@@ -308,5 +317,25 @@ def test_a_result_counts_what_was_encoded_and_what_was_recognised() -> None:
         assert [str(equivalence) for equivalence in second.equivalences] == ["arguments_reserialised"]
         assert second.reused_tokens == second.prompt_tokens - second.encoded_tokens > 0
         assert second.version_range == (0, 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("lie", ["id", "logprob", "after_finish", "too_many", "index"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_output_that_cannot_be_right_fails_the_call_and_enters_no_tree(lie: Lie, stream: bool) -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            server.lie, server.lie_at = lie, 2
+            engine = VllmEngine(server.url)
+            managed = open_session(ToyCodec("toy", vocab_size=FOREIGN_ID))
+            request = call_request(params=SamplingParams(max_tokens=5), stream=stream)
+            with pytest.raises(EngineOutputError):
+                await complete_call(managed, engine, request)
+            assert _recorded(managed) == []
+            server.lie = None
+            _, result = await complete_call(managed, engine, request)
+            assert len(result.answers[0].ids) == 5
+            await engine.close()
 
     run(test)

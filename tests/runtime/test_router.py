@@ -1,18 +1,30 @@
-"""Rules decide which engine a call goes to and whether it is trained; replicas are added and removed."""
+"""Rules decide which engine a call goes to and whether it is trained; replicas are added and removed.
+
+Policy version, pause and replicas survive a restart.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import sqlite3
+import tempfile
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from branchline.chat.toy import ToyCodec
-from branchline.core.errors import InputError, MessageError
+from branchline.core.errors import EngineError, InputError, MessageError
 from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.engines.vllm import VllmEngine
 from branchline.runtime.router import Router, RoutingRule
+from branchline.tree.journal import Journal
 from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import agent, run
 from tests.runtime.harness import complete_call, open_session
@@ -172,5 +184,180 @@ def test_an_engine_in_this_process_takes_no_replicas() -> None:
             await router.add_replica("http://h:1")
         with pytest.raises(InputError, match="here takes no replicas"):
             await router.remove_replica("here")
+
+    run(test)
+
+
+# -- restarts ----------------------------------------------------------------------------------------
+
+
+def test_version_and_pause_survive_a_restart(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent("one", "two", journal=tmp_path / "j", id="s") as a:
+            router = a.gateway.app.router
+            await a.ask_text("p")
+            await router.pause()
+            await router.resume(7)
+            await a.ask_text("p", "one", "q")
+            await router.pause()
+        async with agent(journal=tmp_path / "j", rule=lambda _: "three") as b:
+            router = b.gateway.app.router
+            assert (router.paused, router.version) == (True, 7)
+            asked = asyncio.create_task(b.ask_text("p", "one", "q", "two", "r"))
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            refused = await b.http.post(
+                f"{b.gateway.url}/policy/resume", json={"version": 5}, headers=b.admin_headers
+            )
+            assert refused.status_code == 400
+            assert "version: got 5, expected 7" in refused.text
+            await router.resume()
+            assert await asked == "three"
+            (timeline,) = await b.timelines()
+            assert timeline["versions"][-1] == 7
+
+    run(test)
+
+
+def test_a_journal_without_records_of_the_policy_continues_at_the_version_of_its_tokens(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        engine = ScriptedEngine(ToyCodec(), replies("one"), version=4)
+        async with agent(engine=engine, journal=tmp_path / "j") as a:
+            await a.ask_text("p")
+        async with agent(journal=tmp_path / "j") as b:
+            assert b.gateway.app.router.version == 4
+
+    run(test)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.sampled_from(["pause", "resume", "update", "fail", "restart"]), max_size=12))
+def test_versions_only_grow_over_any_updates_failures_and_restarts(steps: list[str]) -> None:
+    class FailingEngine(ScriptedEngine):
+        fails = False
+
+        async def resume(self, version: int | None = None) -> None:
+            if self.fails:
+                raise EngineError("no weights")
+            await super().resume(version)
+
+    async def test() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            highest, paused = 0, False
+            with Journal(Path(folder) / "j") as journal:
+                router = Router(FailingEngine())
+                await router.restore(journal)
+                for step in steps:
+                    if step == "restart":
+                        router = Router(FailingEngine())
+                        await router.restore(journal)
+                    elif step == "pause":
+                        await router.pause()
+                        paused = True
+                    elif step == "fail":
+                        router.default_engine.fails = True  # type: ignore[union-attr]
+                        with pytest.raises(EngineError):
+                            await router.resume(highest + 1)
+                        router.default_engine.fails = False  # type: ignore[union-attr]
+                    else:
+                        highest += step == "update"
+                        await router.resume(highest if step == "update" else None)
+                        paused = False
+                    assert (router.version, router.paused) == (highest, paused)
+                    if highest:
+                        with pytest.raises(MessageError, match=f"got {highest - 1}, expected {highest}"):
+                            await router.resume(highest - 1)
+
+    run(test)
+
+
+def test_a_kill_during_an_update_restarts_paused_at_the_new_version(tmp_path: Path) -> None:
+    """The record of the version is written before the engine samples under it."""
+
+    class KilledEngine(ScriptedEngine):
+        async def resume(self, version: int | None = None) -> None:
+            shutil.copytree(tmp_path / "live", tmp_path / "after")
+            await super().resume(version)
+
+    async def test() -> None:
+        (tmp_path / "live").mkdir()
+        with Journal(tmp_path / "live" / "j") as journal:
+            router = Router(KilledEngine())
+            await router.restore(journal)
+            await router.pause()
+            await router.resume(3)
+        with Journal(tmp_path / "after" / "j") as journal:
+            restarted = Router(ScriptedEngine())
+            await restarted.restore(journal)
+            assert (restarted.version, restarted.paused) == (3, True)
+
+    run(test)
+
+
+def test_damaged_records_of_the_policy_start_it_paused(tmp_path: Path) -> None:
+    async def test() -> None:
+        with Journal(tmp_path / "j") as journal:
+            router = Router(ScriptedEngine())
+            await router.restore(journal)
+            await router.resume(3)
+        with closing(sqlite3.connect(tmp_path / "j")) as disk:
+            disk.execute("UPDATE records SET record = x'00' WHERE seq = 2")
+            disk.commit()
+        with Journal(tmp_path / "j") as journal:
+            router = Router(ScriptedEngine())
+            await router.restore(journal, 2)
+            assert (router.version, router.paused) == (3, True)
+
+    run(test)
+
+
+def test_added_replicas_are_used_again_after_a_restart(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with FakeVllm() as one, FakeVllm() as two, FakeVllm() as three, FakeVllm() as four:
+            for server in (one, two, three, four):
+                server.json_by_path = SERVER_INFO
+
+            def new_router() -> Router:
+                return Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
+
+            with Journal(tmp_path / "j") as journal:
+                router = new_router()
+                await router.restore(journal)
+                await router.add_replica(two.url)
+                await router.add_replica(three.url)
+                await router.pause()
+                await router.resume(6)
+                await router.add_replica(four.url)  # without the weights of version 6
+                await router.remove_replica(VllmEngine(three.url).name)
+                before = router.describe_replicas()
+                await router.close()
+                for _ in range(2):
+                    router = new_router()
+                    await router.restore(journal)
+                    assert router.describe_replicas() == before
+                    await router.close()
+
+    run(test)
+
+
+def test_a_replica_that_is_gone_at_a_restart_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        with Journal(tmp_path / "j") as journal:
+            async with FakeVllm() as one, FakeVllm() as two:
+                for server in (one, two):
+                    server.json_by_path = SERVER_INFO
+                router = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
+                await router.restore(journal)
+                await router.add_replica(two.url)
+                await router.close()
+            router = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
+            await router.restore(journal)
+            assert len(router.describe_replicas()) == 1
+            assert "was not added again" in caplog.text
+            await router.close()
 
     run(test)

@@ -10,7 +10,7 @@ import pytest
 from branchline import Replicas, ScriptedEngine, SglangEngine, VllmEngine
 from branchline.core.sample import LogprobMeasurement
 from branchline.engines.base import SamplingParams
-from branchline.runtime.call_lifecycle import sampling_record
+from branchline.runtime.sampling import sampling_record
 
 URL = "http://127.0.0.1:1"
 TRUNCATED = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, presence_penalty=0.5)
@@ -60,6 +60,29 @@ def test_a_measurement_has_the_parameters_of_sampling() -> None:
 def test_logprobs_under_a_grammar_are_processed() -> None:
     params = SamplingParams(temperature=0.5, grammar={"type": "json_object"})
     assert measured(VllmEngine(URL), params) == ("processed", 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [
+        (VllmEngine(URL), "raw"),
+        (VllmEngine(URL, logprob_kind="processed"), "processed"),
+        (SglangEngine(URL), "processed"),
+        # SGLang adds the bias before it takes the logprobs that are raw otherwise.
+        (SglangEngine(URL, logprob_kind="raw"), "processed"),
+    ],
+    ids=["vllm", "vllm-processed", "sglang", "sglang-raw"],
+)
+def test_the_record_says_what_constrained_an_answer_and_whether_logprobs_include_it(
+    engine: Any, kind: str
+) -> None:
+    params = SamplingParams(logit_bias={5: 1.0}, requested_fields=("logit_bias",))
+    measurement = LogprobMeasurement.from_sampling(sampling_record(engine, params))
+    assert (measurement.kind, measurement.constraints) == (kind, ("logit_bias",))
+    stops = SamplingParams(ignore_eos=True, requested_fields=("ignore_eos",))
+    record = sampling_record(engine, stops)
+    assert record["logprobs"] == engine.logprob_kind
+    assert (record["ignore_eos"], LogprobMeasurement.from_sampling(record).constraints) == (True, ())
 
 
 def test_what_differs_between_replicas_is_not_known() -> None:

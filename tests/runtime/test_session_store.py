@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from branchline import Journal, Message, Request, ToyCodec
+from branchline import Generation, Journal, Message, Request, ToyCodec
 from branchline.core.errors import InputError, MessageError, SessionError
+from branchline.core.message import Media
+from branchline.core.token_arrays import as_ids
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.runtime.managed_session import ManagedSession, SessionOptions, read_session_options
 from branchline.runtime.session_store import SessionStore
+from branchline.tree.journal_repair import repair_journal
 from tests.gateway.harness import agent, run
 from tests.runtime.harness import call_request, complete_call
 
@@ -176,6 +182,93 @@ def test_a_program_without_a_gateway_finalizes_a_session_and_exports_it() -> Non
             await complete_call(managed, engine, call_request("q"))
 
     run(test)
+
+
+# -- damage ------------------------------------------------------------------------------------------
+
+
+def _play_two_turns(path: Path, *names: str) -> None:
+    async def play() -> None:
+        codec = ToyCodec.chatml()
+        with Journal(path) as journal:
+            store, engine = SessionStore(codec, journal=journal), ScriptedEngine(codec, lambda _: "fine")
+            for name in names:
+                managed, _, _ = store.open(SessionOptions(id=name))
+                await complete_call(managed, engine)
+                await complete_call(managed, engine, call_request("q"))
+                await managed.post_reward(1.0)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("position", range(6))
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_damaged_record_quarantines_its_session_and_the_others_continue(
+    tmp_path: Path, position: int, has_checksums: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "j"
+    _play_two_turns(path, "a", "b", "c")
+    with closing(sqlite3.connect(path)) as disk:
+        seqs = [seq for (seq,) in disk.execute("SELECT seq FROM records WHERE session = 2 ORDER BY seq")]
+        assert len(seqs) == 6
+        disk.execute("UPDATE records SET record = x'c1' || record WHERE seq = ?", (seqs[position],))
+        if not has_checksums:
+            disk.execute("UPDATE records SET checksum = NULL")
+        disk.commit()
+    with Journal(path) as journal:
+        store = SessionStore(ToyCodec.chatml(), journal=journal)
+        assert [managed.id for managed in store] == ["a", "c"]
+        assert list(store.quarantined) == ["b"]
+        assert "session b is quarantined" in caplog.text
+        for managed in store:
+            assert (len(managed.session.tree.calls), managed.reward) == (2, 1.0)
+        with pytest.raises(SessionError, match="session b is quarantined"):
+            store.get("b")
+        with pytest.raises(SessionError, match="exists already"):
+            store.open(SessionOptions(id="b"))
+        store.open(SessionOptions(id="d"))
+        # Nothing was removed: the session is in the journal as it was.
+        assert sum(name == "b" for name, _ in journal.replay()) == 6
+    repair_journal(path)
+    with Journal(path) as journal:
+        store = SessionStore(ToyCodec.chatml(), journal=journal)
+        assert not store.quarantined
+        if position:
+            restored = store.get("b")
+            assert len(restored.session.tree.calls) == [0, 0, 1, 1, 2, 2][position]
+            assert restored.rewards == []
+        else:
+            with pytest.raises(SessionError, match="no session 'b'"):
+                store.get("b")
+
+
+def test_damage_that_is_found_when_a_session_is_read_back_quarantines_it(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with Journal(path) as journal:
+        store = SessionStore(ToyCodec(), journal=journal)
+        _open_and_finalize(store, "a")
+        store.evict(store.get("a"))
+        with closing(sqlite3.connect(path)) as disk:
+            disk.execute("UPDATE records SET record = x'00' WHERE seq = 2")
+            disk.commit()
+        for _ in range(2):
+            with pytest.raises(SessionError, match=r"session a is quarantined: .*record 2"):
+                store.get("a")
+
+
+def test_a_damaged_image_quarantines_its_session(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with Journal(path) as journal:
+        managed, _, _ = SessionStore(ToyCodec(), journal=journal).open(SessionOptions(id="a"))
+        image = Media("image", xxhash.xxh3_128_hexdigest(b"pixels"), payload=b"pixels")
+        turn = managed.session.prepare(Request((Message("user", "look", parts=("look", image)),)))
+        managed.session.commit(turn, Generation(as_ids([1, 2]), message=Message("assistant", "nice")))
+        journal.flush()
+    with closing(sqlite3.connect(path)) as disk:
+        disk.execute("UPDATE media SET payload = x'00'")
+        disk.commit()
+    with Journal(path) as journal:
+        assert "media" in SessionStore(ToyCodec(), journal=journal).quarantined["a"]
 
 
 # -- options -----------------------------------------------------------------------------------------

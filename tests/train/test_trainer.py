@@ -104,6 +104,29 @@ def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(policy: Path, tmp_pat
     assert json.loads((folder / "trainer_state.json").read_text())["step"] == 2
 
 
+def test_a_run_without_checkpoints_writes_none_also_at_its_end(policy: Path, tmp_path: Path) -> None:
+    run_steps(create_trainer(policy, tmp_path / "run", steps=2, checkpoint_every=None))
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(InputError, match="checkpoint_every: got 0, expected 1 or more"):
+        small_config(checkpoint_every=0)
+
+
+def test_every_sampled_token_is_trained_or_has_no_advantage(policy: Path, tmp_path: Path) -> None:
+    async def reward_some(session: GatewaySession, question: str) -> float:
+        reward = await ask_twice(session, question)
+        return 1.0 if question == "Who?" else reward
+
+    lines = [result.metrics for result in run_steps(
+        create_trainer(policy, tmp_path / "run", reward_some, steps=4)
+    )]  # fmt: skip
+    for line in lines:
+        accounted = line["trained_tokens"] + line["tokens_without_advantage"]
+        assert accounted == line["delivered_tokens"] == line["sampled_tokens"] > 0
+    assert sum(line["tokens_without_advantage"] for line in lines) > 0
+    assert sum(line["trained_tokens"] for line in lines) > 0
+
+
 def test_episodes_are_at_most_as_stale_as_allowed(policy: Path, tmp_path: Path) -> None:
     results = run_steps(create_trainer(policy, tmp_path / "run", steps=5, max_staleness=2))
     staleness = [result.metrics["staleness"] for result in results]

@@ -5,22 +5,30 @@ from __future__ import annotations
 import asyncio
 import linecache
 import os
+import resource
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import xxhash
 
 from branchline.core.errors import JournalError
 from branchline.tree import journal as journal_module
+from branchline.tree import journal_file
 from branchline.tree.journal import Durability, Journal
+from branchline.tree.journal_file import DamagedRecord
+from branchline.tree.journal_repair import check_journal
 
 LEVELS: list[Durability] = ["process", "disk"]
 
@@ -385,7 +393,7 @@ def test_a_wal_truncated_at_any_byte_opens_at_the_last_complete_commit(
     path: Path, fast_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small pages make small commits, so that every byte of the last ones can be tested.
-    monkeypatch.setattr(journal_module, "_SCHEMA", f"PRAGMA page_size = 512; {journal_module._SCHEMA}")
+    monkeypatch.setattr(journal_file, "SCHEMA", f"PRAGMA page_size = 512; {journal_file.SCHEMA}")
     records = [encode_index(index) * 20 for index in range(8)]
     sizes: list[int] = []
     crashed = crashed_copy(path, records, sizes)
@@ -500,6 +508,7 @@ def test_a_journal_of_the_version_before_media_is_upgraded(path: Path) -> None:
         journal.append("s", b"1")
     with closing(sqlite3.connect(path)) as older:
         older.execute("DROP TABLE media")
+        older.execute("ALTER TABLE records DROP COLUMN checksum")
         older.execute("PRAGMA user_version = 2")
     with Journal(path) as journal:
         journal.append("s", b"2", media={"d": b"image"}).result()
@@ -536,7 +545,7 @@ def test_another_version_is_rejected_unchanged(path: Path) -> None:
         newer.execute("PRAGMA user_version = 7")
     before = file_contents(path.parent)
     with pytest.raises(
-        JournalError, match=r"version 7, expected a journal with application_id .*, version 3"
+        JournalError, match=r"version 7, expected a journal with application_id .*, version 4"
     ):
         Journal(path)
     assert file_contents(path.parent) == before
@@ -681,3 +690,223 @@ def test_a_closed_journal_rejects_appends_and_reads(path: Path) -> None:
         journal.append("s", b"x").result(timeout=0)
     with pytest.raises(JournalError, match="is closed"):
         list(journal.read("s"))
+
+
+# -- full disks that have space again ------------------------------------------------------------------
+
+
+@contextmanager
+def size_limit(path: Path, more_bytes: int) -> Iterator[None]:
+    """Lets no file grow beyond a size: that of the journal or its WAL plus `more_bytes`. A write beyond it
+    fails partway."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = path if more_bytes % 2 else Path(f"{path}-wal")
+    limit = file.stat().st_size + more_bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def wait_for_recovery(journal: Journal) -> None:
+    deadline = time.monotonic() + 30
+    while journal.failure is not None:
+        assert time.monotonic() < deadline, journal.failure
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.005)
+    monkeypatch.setattr(journal_module, "_LAZY_FLUSH_S", 0.01)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
+@pytest.mark.parametrize("durability", LEVELS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_disk_that_is_full_after_any_byte_and_has_space_again_loses_and_halves_no_record(
+    path: Path, durability: Durability, seed: int, fast_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = Random(seed)
+    if seed % 2:
+        monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 20_000)
+    acknowledged: list[bytes] = []
+    applied: list[bytes] = []
+    payloads: dict[str, bytes] = {}
+
+    def append(journal: Journal, retain: bool, lazy: bool) -> Future[int] | None:
+        record = b"%d:" % len(applied) + rng.randbytes(rng.choice((1, 500, 9000, 40_000)))
+        media = {xxhash.xxh3_128_hexdigest(record * 2): record * 2} if rng.random() < 0.2 else {}
+        try:
+            future = journal.append("s", record, retain=retain, lazy=lazy, media=media)
+        except JournalError:
+            assert retain
+            return None
+        if retain:
+            applied.append(record)
+            payloads.update(media)
+
+        def note(done: Future[int]) -> None:
+            if done.exception() is None:
+                acknowledged.append(record)
+
+        future.add_done_callback(note)
+        return future
+
+    with Journal(path, durability=durability) as journal:
+        journal.append("s", b"first").result()
+        for _ in range(6):
+            with size_limit(path, rng.randrange(60_000)):
+                for _ in range(rng.randint(1, 8)):
+                    # `retain` only: a record without it may be in the file although its future failed.
+                    future = append(journal, retain=True, lazy=rng.random() < 0.3)
+                    if future is not None and rng.random() < 0.7 and not future.done():
+                        future.exception(timeout=5 if rng.random() < 0.9 else 0.5)
+            wait_for_recovery(journal)
+            assert append(journal, retain=True, lazy=False) is not None
+        journal.flush()
+        found = list(journal.read("s"))
+        # Every record that was applied is there once, in order: the acknowledged ones are among them.
+        assert found == [b"first", *applied]
+        assert set(acknowledged) <= set(found)
+        assert all(journal.read_media(digest) == data for digest, data in payloads.items())
+    assert check_journal(path).damages == ()
+    with Journal(path) as journal:
+        assert list(journal.read("s")) == [b"first", *applied]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
+@pytest.mark.parametrize("durability", LEVELS)
+def test_a_rejected_record_is_not_written_when_there_is_space_again(
+    path: Path, durability: Durability, fast_retries: None
+) -> None:
+    with Journal(path, durability=durability) as journal:
+        journal.append("s", b"before").result()
+        with size_limit(path, 1000):
+            with pytest.raises(JournalError):
+                journal.append("s", b"rejected" * 5000, media={"d": b"image"}).result()
+            assert journal.failure is not None
+            with pytest.raises(JournalError, match="takes no more records until it can be written again"):
+                journal.append("s", b"also rejected", retain=True)
+            kept = journal.append("s", b"a note", lazy=True, retain=True)
+        wait_for_recovery(journal)
+        assert kept.done()
+        # The payload of the rejected record is not taken for written.
+        journal.append("s", b"after", media={"d": b"image"}).result()
+        assert list(journal.read("s")) == [b"before", b"a note", b"after"]
+        assert journal.read_media("d") == b"image"
+
+
+def test_records_are_written_once_if_the_checkpoint_after_them_finds_the_disk_full(
+    path: Path, fast_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 1)
+    run_checkpoint, failures = Journal._run_checkpoint, iter(range(5))
+
+    def fail_first(journal: Journal) -> None:
+        if next(failures, None) is not None:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        run_checkpoint(journal)
+
+    monkeypatch.setattr(Journal, "_run_checkpoint", fail_first)
+    with Journal(path) as journal:
+        journal.append("s", b"first").result()
+        while journal.failure is None:
+            time.sleep(0.001)
+        journal.append("s", b"note", lazy=True, retain=True)
+        wait_for_recovery(journal)
+        journal.append("s", b"after").result()
+        assert list(journal.read("s")) == [b"first", b"note", b"after"]
+
+
+def test_another_failure_than_a_full_disk_is_final(path: Path, fast_retries: None) -> None:
+    with Journal(path) as journal:
+        with closing(sqlite3.connect(path)) as outsider:
+            outsider.execute("DROP TABLE records")
+        with pytest.raises(JournalError, match="no such table"):
+            journal.append("s", b"x", retain=True)
+        time.sleep(0.05)
+        with pytest.raises(JournalError, match="takes no more records:"):
+            journal.append("s", b"x", retain=True, lazy=True)
+
+
+# -- damage --------------------------------------------------------------------------------------------
+
+
+def test_only_the_owner_may_read_a_journal(path: Path) -> None:
+    old_umask = os.umask(0)
+    try:
+        with Journal(path) as journal:
+            journal.append("s", b"1").result()
+            modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    finally:
+        os.umask(old_umask)
+    assert set(modes) == {"run.journal", "run.journal-wal", "run.journal-shm", "run.journal-lock"}
+    assert set(modes.values()) == {0o600}
+    path.chmod(0o644)
+    with Journal(path):
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_damaged_record_is_not_read(path: Path) -> None:
+    with Journal(path) as journal:
+        for index in range(6):
+            journal.append(f"s{index % 2}", encode_index(index) * 50)
+    with closing(sqlite3.connect(path)) as disk:
+        disk.execute("UPDATE records SET record = x'00' WHERE seq = 3")
+        disk.commit()
+    with Journal(path) as journal:
+        assert [record for _, record in journal.replay()] == [
+            DamagedRecord(3, 1) if index == 2 else encode_index(index) * 50 for index in range(6)
+        ]
+        reader = journal.read("s0")
+        assert next(reader) == b"0" * 50
+        with pytest.raises(JournalError, match=r"session s0, record 3 \(1 bytes\) does not match"):
+            next(reader)
+        assert len(list(journal.read("s1"))) == 3
+
+
+@pytest.mark.parametrize("number", [1, 77])
+def test_a_record_moved_to_another_session_is_damaged(path: Path, number: int) -> None:
+    with Journal(path) as journal:
+        journal.append("a", b"1")
+        journal.append("b", b"2")
+    with closing(sqlite3.connect(path)) as disk:
+        disk.execute("UPDATE records SET session = ?", (number,))
+        disk.commit()
+    with Journal(path) as journal:
+        # Both sessions are damaged: one lacks a record, the other has one too many.
+        damaged = {session for session, record in journal.replay() if record == DamagedRecord(2, 1)}
+        assert {"b"} <= damaged <= {"a", "b", ""}
+        assert len(damaged) == 2
+
+
+def test_a_truncated_tail_is_logged_with_its_size(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes: list[int] = []
+    crashed = crashed_copy(path, [bytes([index]) * 3000 for index in range(5)], sizes)
+    with open(f"{crashed}-wal", "r+b") as wal:
+        wal.truncate(sizes[-1] - 1000)
+    with Journal(crashed) as journal:
+        assert len(list(journal.read("s"))) == 4
+    lost = sizes[-1] - 1000 - sizes[-2]
+    assert f"dropped {lost} bytes of a commit that is not complete" in caplog.text
+
+
+def test_commits_after_a_damaged_page_of_the_wal_are_counted_and_kept_beside(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: list[int] = []
+    crashed = crashed_copy(path, [bytes([index]) * 3000 for index in range(8)], sizes)
+    wal = Path(f"{crashed}-wal")
+    data = bytearray(wal.read_bytes())
+    data[sizes[3] + 500] ^= 1
+    wal.write_bytes(data)
+    with Journal(crashed) as journal:
+        assert len(list(journal.read("s"))) == 3
+    kept = crashed.with_name("crashed.journal.damaged-1")
+    assert "with 5 complete commits after a damaged page" in caplog.text
+    assert f"branchline journal repair {kept}" in caplog.text
+    assert Path(f"{kept}-wal").read_bytes() == bytes(data)

@@ -123,6 +123,11 @@ class Codec(Protocol):
         """The ids that end an output."""
         ...
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids of an output are below it; None if it is not known."""
+        ...
+
     def with_clock(self, now: datetime) -> Codec:
         """Returns this codec with the template clock fixed at `now`, so that a session's prompts agree."""
         ...

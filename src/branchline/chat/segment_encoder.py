@@ -36,6 +36,10 @@ _ENTRY_BYTES = 200
 """What a cached segment takes besides its text and its ids."""
 _MAX_WORDS = 1 << 16
 _MAX_WORD_LENGTH = 48
+_MAX_WORDS_TEXT = 1 << 18
+"""Longer texts go to the tokenizer, which is slower but lets other threads run meanwhile."""
+_PIECE_IDS = 1 << 16
+"""Long arrays are converted in pieces, so that other threads can run in between."""
 _PROBE_TEXTS = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
 _SENTENCEPIECE_SPACE = "\u2581"
 
@@ -180,8 +184,10 @@ class SegmentEncoder:
         if self.encodes_by_segment:
             plain = "".join(pieces)
             # The bytes of the tokens are the bytes of the text, so their lengths give the end of each token.
-            lengths = map(len, map(self._tokenizer.token_bytes, ids.tolist()))
-            ends = np.cumsum(np.fromiter(lengths, np.int64, len(ids)))
+            token_bytes = self._tokenizer.token_bytes
+            id_pieces = np.split(ids, range(_PIECE_IDS, len(ids), _PIECE_IDS))
+            lengths = [np.fromiter(map(len, map(token_bytes, part.tolist())), np.int64) for part in id_pieces]
+            ends: NDArray[np.int64] = np.cumsum(np.concatenate(lengths))
             total = int(ends[-1]) if len(ends) else 0
             if plain.isascii() and total == len(plain):
                 return ends
@@ -319,7 +325,7 @@ class WordCache:
 
     def encode(self, text: str) -> Ids | None:
         """Returns the ids of a text without added tokens, or None if the tokenizer must encode it."""
-        if not text.isascii():
+        if not text.isascii() or len(text) > _MAX_WORDS_TEXT:
             return None
         words = self._find_words(text)
         if sum(map(len, words)) != len(text):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _INSTALL = "pip install 'branchline[tokenizer]'"
 _SENTENCEPIECE_SPACE = "\u2581"
 """The character that sentencepiece vocabularies use for a space."""
+VOCABULARY_PADDING = 1024
+"""How many ids a model of unknown size may have beyond those of its tokenizer; known models have fewer."""
 ORDINARY = -1
 """As the id before a text: any token that is not an added one."""
 _ORDINARY_CONTEXTS = ("\x02", ".", "a", "\n")
@@ -113,6 +115,9 @@ class TokenizerDir:
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
         self.vocab_size = int(ids.max(initial=-1)) + 1
         """The highest id plus one."""
+        model_size = _read_model_vocab_size(path)
+        self.model_vocab_size = max(self.vocab_size, model_size or self.vocab_size + VOCABULARY_PADDING)
+        """The number of ids that the model can sample; most models pad their vocabulary."""
         self.known_ids = np.zeros(self.vocab_size, np.bool_)
         self.known_ids[ids] = True
         self.expected_ids = f"does not decode, expected an id of {path}, 0 to {self.vocab_size - 1}"
@@ -316,6 +321,16 @@ def _read_stop_ids(path: Path, eos_token: str, added: Mapping[str, int]) -> froz
         configured = _read_config(file).get("eos_token_id") or []
         stop_ids.update(configured if isinstance(configured, list) else [configured])
     return frozenset(stop_ids)
+
+
+def _read_model_vocab_size(path: Path) -> int | None:
+    """Returns `vocab_size` of `config.json`, or that of its text model."""
+    config = _read_config(path / "config.json")
+    for part in (config, config.get("text_config")):
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if isinstance(size, int):
+            return size
+    return None
 
 
 def _contains_step(part: object, kind: str) -> bool:

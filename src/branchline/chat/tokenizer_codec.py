@@ -86,6 +86,7 @@ class TokenizerCodec:
 
     def __init__(self, tokenizer: TokenizerDir) -> None:
         self.tokenizer = tokenizer
+        self.vocab_size: int | None = tokenizer.model_vocab_size
         self.segment_encoder = SegmentEncoder(tokenizer)
         self.image_processor: ImageProcessor | None = None
         """None if the model reads text only."""

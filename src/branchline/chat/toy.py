@@ -61,6 +61,7 @@ class ToyCodec:
     """The end of each message; after an output it belongs to the next message."""
     strip_thinking: bool = False
     """Leaves reasoning out of every assistant message before the last user message."""
+    vocab_size: int | None = None
 
     @classmethod
     def chatml(cls, *, strip_thinking: bool = False) -> ToyCodec:

@@ -59,6 +59,24 @@ def add_template_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_timeout_options(parser: argparse._ActionsContainer) -> None:
+    """Adds the options that say how long an engine server may be silent."""
+    parser.add_argument(
+        "--first-token-timeout-s",
+        type=float,
+        metavar="SECONDS",
+        help="how long a server may take to the first token of an answer, its queue and the prompt included; "
+        "then the call is sent to another replica (default: 600)",
+    )
+    parser.add_argument(
+        "--token-timeout-s",
+        type=float,
+        metavar="SECONDS",
+        help="how long a server may take between two tokens; then the answer continues on another replica. "
+        "More is needed if weights are updated without POST /policy/pause (default: 60)",
+    )
+
+
 def _parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -76,7 +94,7 @@ def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
     codec, engine = _main_engine(options)
     upstreams = dict(map(_parse_upstream, options.upstream))
     rules = [RoutingRule.parse(text) for text in options.rule]
-    create_replica = _engine_factory(options.engine) if options.engine in ("vllm", "sglang") else None
+    create_replica = _engine_factory(options) if options.engine in ("vllm", "sglang") else None
     return codec, Router(engine, named_engines=upstreams, rules=rules, create_replica=create_replica)
 
 
@@ -94,7 +112,7 @@ def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamC
         return _openai_upstream(options)
     from branchline.engines.replicas import Replicas
 
-    create = _engine_factory(options.engine)
+    create = _engine_factory(options)
     replicas = Replicas([create(url) for url in options.engine_url], name=options.engine)
     tokenizer = options.tokenizer or options.model or _reported_tokenizer(options)
     return _load_codec(options, tokenizer), replicas
@@ -134,7 +152,7 @@ def _reported_tokenizer(options: argparse.Namespace) -> Path:
 async def _request_tokenizer_names(options: argparse.Namespace) -> list[str]:
     """The names that the servers report, each once. A client belongs to one event loop, so these engines are
     not those that will serve."""
-    engines = [_engine_factory(options.engine)(url) for url in options.engine_url]
+    engines = [_engine_factory(options)(url) for url in options.engine_url]
     try:
         return list(dict.fromkeys([await engine.tokenizer_name() for engine in engines]))
     finally:
@@ -210,13 +228,16 @@ def _gib(value: float | None) -> int | None:
     return None if value is None else int(value * 2**30)
 
 
-def _engine_factory(kind: str) -> Callable[[str], HttpEngine]:
+def _engine_factory(options: argparse.Namespace) -> Callable[[str], HttpEngine]:
+    """Returns a function that makes an engine from the address of its server."""
     from branchline.engines.client import ServerConfig
     from branchline.engines.sglang import SglangEngine
     from branchline.engines.vllm import VllmEngine
 
-    engine = VllmEngine if kind == "vllm" else SglangEngine
-    return lambda url: engine(ServerConfig(url, api_key=os.environ.get(ENGINE_KEY_ENV, "")))
+    engine = VllmEngine if options.engine == "vllm" else SglangEngine
+    given = {name: getattr(options, name) for name in ("first_token_timeout_s", "token_timeout_s")}
+    timeouts = {name: value for name, value in given.items() if value is not None}
+    return lambda url: engine(ServerConfig(url, api_key=os.environ.get(ENGINE_KEY_ENV, ""), **timeouts))
 
 
 def _parse_upstream(text: str) -> tuple[str, UpstreamChat]:

@@ -1,8 +1,8 @@
 """The `branchline` command: parses the options, runs one command and turns errors into exit codes.
 
 A command returns its output as one text, so after an error stdout is empty. Exit codes: 0 success, 1 the
-doctor found the template unsafe or no session of a run finished, 2 bad input (with one sentence on stderr),
-130 interrupted.
+doctor found the template unsafe, a check found damage or no session of a run finished, 2 bad input (with one
+sentence on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from branchline import __version__
-from branchline.cli import demo, doctor, export_run, merge, run, serve, stats, train, tree
+from branchline.cli import demo, doctor, export_run, journal, merge, run, serve, stats, train, tree
 from branchline.core.errors import BranchlineError
 
 _DESCRIPTION = """\
@@ -30,6 +30,7 @@ examples:
   branchline merge calls.jsonl            merge a log into timelines; list forks, causes and all tokens
   branchline tree calls.jsonl             print the same calls as a tree
   branchline doctor --tokenizer NAME      check what a model's chat template does to conversations
+  branchline journal check run.journal    check the file that `serve --journal` writes for damage
 
 `branchline merge --help` describes the format of calls.jsonl.
 """
@@ -77,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     stats.add_stats(commands)
     export_run.add_export(commands)
     demo.add_demo(commands)
+    journal.add_journal(commands)
     return parser
 
 

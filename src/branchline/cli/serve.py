@@ -18,6 +18,7 @@ from branchline.cli.engines import (
     OPENAI_KEY_ENV,
     UPSTREAM_KEY_ENV_PREFIX,
     add_template_options,
+    add_timeout_options,
     build_router,
 )
 from branchline.cli.observability import Observability, add_observability_options, configure_observability
@@ -81,6 +82,7 @@ def add_serve(commands: Any) -> None:
     server_options = parser.add_argument_group("server")
     _add_server_options(server_options)
     _add_image_options(server_options)
+    _add_limit_options(parser.add_argument_group("limits (docs/operations.md explains each)"))
     _add_session_options(parser.add_argument_group("sessions"))
     add_observability_options(parser)
     parser.set_defaults(run=run)
@@ -115,6 +117,7 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
     add_template_options(group)
+    add_timeout_options(group)
     group.add_argument(
         "--allow-special-tokens",
         action="store_true",
@@ -214,7 +217,14 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--admin-key",
         default="",
-        help=f"the key for all sessions; better set as {ADMIN_KEY_ENV} (default: generated and printed)",
+        help=f"the key for all sessions; better set as {ADMIN_KEY_ENV}, where no other user sees it. It is "
+        "printed only if it was generated (default: generated)",
+    )
+    group.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="ignore fields of requests that are not known or not supported by the engine, log each once and "
+        "record them with the call (default: such a request is refused with 400, which names the field)",
     )
     group.add_argument("--no-auth", action="store_true", help="require no keys; listens on loopback only")
     group.add_argument(
@@ -225,6 +235,38 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         help="on SIGINT or SIGTERM, wait this long for running calls; a second signal stops at once "
         "(default: %(default)g)",
     )
+
+
+_LIMITS: dict[str, str] = {
+    "max_body_bytes": "the body of a request; longer ones get 413",
+    "max_prompt_characters": "text in the messages and tools of a request",
+    "max_messages": "messages in a request",
+    "max_tools": "tools in a request",
+    "max_json_values": "commas and opening brackets in a body, those in its texts included",
+    "max_prompt_tokens": "tokens of a prompt (default: the engine's context)",
+    "max_connections": "open connections; further ones replace idle ones or get 503. Lowered to what the "
+    "process may open",
+    "max_header_bytes": "request line and headers of a request; longer ones get 431",
+    "header_timeout_s": "time to send request line and headers; then 408",
+    "body_timeout_s": "silence in the middle of a body; then 408",
+    "write_timeout_s": "time in which a client reads nothing of its answer; then its call is cancelled",
+    "connection_idle_s": "time a connection is kept open for the next request",
+}
+"""Fields of `GatewayConfig` that are options, with their help."""
+
+
+def _add_limit_options(group: argparse._ArgumentGroup) -> None:
+    for name, text in _LIMITS.items():
+        default = getattr(GatewayConfig, name)
+        shown = "" if default is None else " (default: %(default)s)"
+        in_seconds = name.endswith("_s")
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            type=float if in_seconds else int,
+            default=default,
+            metavar="S" if in_seconds else "N",
+            help=text + shown,
+        )
 
 
 def _add_image_options(group: argparse._ArgumentGroup) -> None:
@@ -287,6 +329,7 @@ async def _serve(
     from branchline.gateway.server import Gateway
 
     await router.check_ready()
+    given_key = options.admin_key or os.environ.get(ADMIN_KEY_ENV, "")
     gateway = Gateway(
         engine=router,
         codec=codec,
@@ -296,7 +339,7 @@ async def _serve(
         host=options.host,
         port=options.port,
         config=GatewayConfig(
-            admin_key=options.admin_key or os.environ.get(ADMIN_KEY_ENV, ""),
+            admin_key=given_key,
             auth=not options.no_auth,
             max_in_flight=options.max_in_flight,
             default_max_tokens=default_max_tokens(options),
@@ -305,6 +348,8 @@ async def _serve(
             idle_s=options.idle_s,
             explain_forks=options.explain_forks,
             image_urls=options.image_urls,
+            **{name: getattr(options, name) for name in _LIMITS},
+            ignore_unknown_fields=options.ignore_unknown_fields,
         ),
         observers=observability.observers,
         on_session_end=observability.on_end,
@@ -324,13 +369,16 @@ async def _serve(
         loop.add_signal_handler(name, on_signal)
     async with gateway:
         session = await gateway.session()
-        print(_startup_message(gateway, session.base_url, session.api_key), flush=True)
+        print(_startup_message(gateway, given_key, session.base_url, session.api_key), flush=True)
         await stop.wait()
         log.info("waiting for running calls", extra={"drain_s": options.drain_s})
 
 
-def _startup_message(gateway: Gateway, base_url: str, api_key: str) -> str:
-    admin_key = f"admin key      {gateway.admin_key}" if gateway.admin_key else "no keys required (--no-auth)"
+def _startup_message(gateway: Gateway, given_key: str, base_url: str, api_key: str) -> str:
+    if not gateway.app.config.auth:
+        admin_key = "no keys required (--no-auth)"
+    else:  # a key that was given is not repeated: startup messages end up in log files
+        admin_key = f"admin key      {'as given' if given_key else gateway.admin_key}"
     # max_tokens, because a small model may generate until its context is full.
     return (
         f"branchline serves {gateway.app.router.name} on {gateway.url}\n{admin_key}\n"

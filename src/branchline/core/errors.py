@@ -10,6 +10,8 @@
     ├── TreeError               a commit does not fit its tree
     ├── EngineError             an engine failed; the call can be retried
     │   ├── EngineBusyError     the engine accepts no requests for now; may carry Retry-After
+    │   ├── EngineUnavailableError  its server cannot be reached, is silent, or closed the connection
+    │   ├── EngineOutputError   the engine returned tokens that cannot be right
     │   └── EngineInputError    the engine cannot do what was requested: unsupported, out of range
     │       └── ContextLengthError  the prompt exceeds the model's context
     ├── ToolError               a tool could not be set up, or its server is not reachable
@@ -27,8 +29,9 @@ Messages state the key, the value and the expectation. Only the gateway knows HT
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal
 
 # Bounds the representation of arbitrary values in messages.
@@ -93,20 +96,56 @@ class TreeError(BranchlineError):
     """A commit does not fit its tree; the tree is unchanged."""
 
 
+@dataclass(frozen=True)
+class UpstreamErrorResponse:
+    """The error of an upstream as it sent it, for clients that act on it."""
+
+    status: int
+    message: str
+    type: str | None = None
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Those that clients read: when to try again, what is left, the upstream's name of the request."""
+
+
 class EngineError(BranchlineError):
     """An engine failed; the call changed nothing and can be retried."""
 
+    upstream_response: UpstreamErrorResponse | None = None
+    """Set for an upstream, whose own error its client gets."""
+
 
 class EngineBusyError(EngineError):
-    """An engine accepts no requests for now; `retry_after` is its Retry-After value, or empty."""
+    """An engine accepts no requests for now; `retry_after` is its Retry-After value, or empty.
 
-    def __init__(self, message: str, retry_after: str = "") -> None:
+    `is_overloaded`: it accepts none from any client (503), not only none from this one (429).
+    """
+
+    def __init__(self, message: str, retry_after: str = "", *, is_overloaded: bool = False) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.is_overloaded = is_overloaded
+
+
+class EngineUnavailableError(EngineError):
+    """The server of an engine cannot be reached, closed the connection, or sent nothing in time."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+class EngineOutputError(EngineError):
+    """An engine returned tokens that cannot be right. None of those that were not yielded yet is used."""
 
 
 class EngineInputError(EngineError):
-    """An engine cannot do what was requested."""
+    """An engine cannot do what was requested; `field` is the field of the request, or empty."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ToolError(BranchlineError):

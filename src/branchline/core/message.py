@@ -76,6 +76,8 @@ class ToolCall(msgspec.Struct, frozen=True):
     canonical_arguments: bytes = b""
     """Always computed from `arguments`, also on copies and replay."""
     notation: int = 0
+    extra_fields: str = ""
+    """Further fields that an upstream gave the call and needs back, as a JSON object; empty if none."""
 
     def __post_init__(self) -> None:
         canonical, notation = canonical_arguments(self.arguments)
@@ -109,6 +111,8 @@ class Message(msgspec.Struct, frozen=True):
     wire_shape: int = 0
     key: bytes = b""
     """A 128-bit hash of the meaning; always computed from the fields above, also on copies and replay."""
+    extra_fields: str = ""
+    """Further fields that an upstream gave the message and needs back, as a JSON object; empty if none."""
 
     def __post_init__(self) -> None:
         role, text, reasoning, name = self.role, self.content, self.reasoning_content, self.name

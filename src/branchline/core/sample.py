@@ -51,6 +51,12 @@ class LogprobMeasurement:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    constraints: tuple[str, ...] = ()
+    """Fields of the request that changed the distribution sampled from: `logit_bias`, `response_format`, …;
+    `sampling` of the call has their values."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constraints", tuple(self.constraints or ()))
 
     @classmethod
     def from_sampling(cls, sampling: Mapping[str, Any]) -> LogprobMeasurement:

@@ -25,6 +25,36 @@ BUFFERED_FLUSH_S = 0.25
 """`flush_s` of a call that is not streamed. From this value on an engine may also ask its server for larger
 events."""
 
+GRAMMAR_FIELDS = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "regex",
+        "ebnf",
+    }
+)
+"""Fields of a request that constrain an answer to a grammar; a request may have one of them."""
+STOP_FIELDS = frozenset({"stop_token_ids", "ignore_eos"})
+"""Fields that decide where an answer ends and leave the distribution of its tokens as it is."""
+CONSTRAINT_FIELDS = frozenset(
+    {
+        *GRAMMAR_FIELDS,
+        *STOP_FIELDS,
+        "logit_bias",
+        "min_tokens",
+        "bad_words",
+        "allowed_token_ids",
+        "vllm_xargs",
+        "custom_params",
+        "custom_logit_processor",
+    }
+)
+"""Fields that change how an answer is sampled and that not every engine supports."""
+
 MIN_TEMPERATURE = 1e-5
 """Sampling is greedy below this temperature: dividing by less could exceed the range of float32."""
 
@@ -45,17 +75,35 @@ class SamplingParams:
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     """Ids that end a generation. The id that ended it is the last id of the output."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The ids of the request among `stop_ids`."""
+    ignore_eos: bool = False
+    """The model's own stop ids do not end the generation."""
+    min_tokens: int = 0
+    """No stop id is sampled before this many tokens."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these ids."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other ids are sampled; empty: all may be."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not sampled."""
     grammar: Mapping[str, Any] | None = None
-    """A `response_format`, for engines that support constrained decoding."""
+    """What an answer must match: a `response_format`, or `{"type": T, T: …}` with T `regex`, `choice` or
+    `grammar` (an EBNF text)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields for the request body of an HTTP engine."""
+    requested_fields: tuple[str, ...] = ()
+    """The CONSTRAINT_FIELDS that are in effect, under the names that the request has for them."""
+    vocab_size: int | None = None
+    """Output ids must be below it; None: not checked."""
     flush_s: float = 0.0
     """Minimum time between two chunks. The first chunk and the end are yielded at once; each chunk in between
     holds all tokens that arrived meanwhile. 0: tokens are yielded as they arrive."""
 
     def for_continuation(self, produced: int) -> SamplingParams:
         """The parameters of a request that continues a generation after `produced` tokens."""
-        return replace(self, max_tokens=self.max_tokens - produced)
+        min_tokens = max(0, self.min_tokens - produced)
+        return replace(self, max_tokens=self.max_tokens - produced, min_tokens=min_tokens)
 
 
 class Chunk(Struct, frozen=True):
@@ -104,6 +152,16 @@ class Engine(Protocol):
     @property
     def supports_images(self) -> bool:
         """Whether prompts may have images; those of other engines have none."""
+        ...
+
+    @property
+    def supported_fields(self) -> frozenset[str]:
+        """The CONSTRAINT_FIELDS that it supports; requests with others are refused."""
+        ...
+
+    @property
+    def constrains_raw_logprobs(self) -> bool:
+        """Whether `raw` logprobs are measured after a bias was added and ids were excluded."""
         ...
 
     def generate(

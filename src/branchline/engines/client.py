@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from branchline.core.errors import EngineError, InputError, requires_extra
+from branchline.core.errors import EngineError, EngineUnavailableError, InputError, requires_extra
 from branchline.engines.error_responses import error_from_response
 
 with requires_extra("serve"):
@@ -29,8 +29,9 @@ with requires_extra("serve"):
 
 # A control endpoint with such a response does not exist, or is not open to us.
 UNSUPPORTED_STATUSES = frozenset({401, 403, 404, 405, 501})
-# Proxies drop idle connections without closing them, so an old one is not used again.
-MAX_KEEPALIVE_CONNECTIONS, KEEPALIVE_EXPIRY_S = 256, 30.0
+# An idle connection is not used again shortly before a server closes it: uvicorn, which vLLM and SGLang run
+# on, does after 5 s. A request that meets the close could have been read or not.
+MAX_KEEPALIVE_CONNECTIONS, KEEPALIVE_EXPIRY_S = 256, 4.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class ServerConfig:
     api_key: str = field(default="", repr=False)
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 600.0
-    """Between two reads of a response. The first includes the server's queue and the whole prefill."""
+    """Between two reads of a response that is not a generation of an engine."""
+    first_token_timeout_s: float = 600.0
+    """Until the first token of a generation: the server's queue and the whole prefill."""
+    token_timeout_s: float = 60.0
+    """Between two events of a generation. Calls that are not streamed have up to 32 tokens in an event."""
 
     def __post_init__(self) -> None:
         try:
@@ -51,6 +56,9 @@ class ServerConfig:
             is_valid = False
         if not is_valid:
             raise InputError(f"url: got {self.url!r}, expected http://HOST:PORT")
+        for name in ("connect_timeout_s", "read_timeout_s", "first_token_timeout_s", "token_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name}: got {getattr(self, name)}, expected seconds, more than 0")
         if not (self.api_key.isascii() and self.api_key.isprintable()):
             raise InputError("api_key: has characters that no header can carry, expected printable ASCII")
 
@@ -78,7 +86,7 @@ class HttpClient:
 
     def __init__(self, server: ServerConfig, base_url: str) -> None:
         self.host_port = server.host_port
-        self._config = server
+        self.config = server
         base = urlsplit(base_url)
         self._path_prefix = base.path.rstrip("/")
         self._tls_context = _tls_context(*map(os.environ.get, _TLS_ENV)) if base.scheme == "https" else None
@@ -94,7 +102,13 @@ class HttpClient:
         self._is_closed = False
 
     def request(
-        self, method: str, path: str, body: bytes = b"", *, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        is_generation: bool = False,
     ) -> HttpResponse:
         """Returns the response; the request is sent when the response is first read."""
         lines = [f"{method} {self._path_prefix}{path} HTTP/1.1", self._headers]
@@ -103,7 +117,7 @@ class HttpClient:
                 raise InputError(f"{name}: got {value!r}, expected printable ASCII, as headers carry it")
             lines.append(f"{name}: {value}")
         lines.append(f"content-length: {len(body)}\r\n\r\n")
-        return HttpResponse(self, "\r\n".join(lines).encode() + body)
+        return HttpResponse(self, "\r\n".join(lines).encode() + body, is_generation)
 
     async def get_json(self, path: str) -> Any:
         """Returns the decoded JSON of a GET, or None for an empty body."""
@@ -140,18 +154,15 @@ class HttpClient:
             if not (is_expired or connection.transport.is_closing()):
                 return connection
             connection.abort()
-        timeout_s = self._config.connect_timeout_s
+        timeout_s = self.config.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: HttpConnection(self, self._config.read_timeout_s),
-                    self._host,
-                    self._port,
-                    ssl=self._tls_context,
+                    lambda: HttpConnection(self), self._host, self._port, ssl=self._tls_context
                 )
         except OSError as error:
             reason = str(error) or f"no connection within {timeout_s:g} s"
-            raise EngineError(f"{self.host_port}: cannot connect: {reason}") from error
+            raise EngineUnavailableError(f"{self.host_port}: cannot connect: {reason}") from error
         self.connections.add(connection)
         return connection
 
@@ -181,7 +192,8 @@ class HttpClient:
             async with asyncio.timeout(timeout_s):
                 status, content = await response.read()
         except TimeoutError as error:
-            raise EngineError(f"{self.host_port}{path}: no response within {timeout_s:g} s") from error
+            message = f"{self.host_port}{path}: no response within {timeout_s:g} s"
+            raise EngineUnavailableError(message, timed_out=True) from error
         finally:
             await response.close()
         if status // 100 != 2 and status not in accepted:
@@ -192,12 +204,18 @@ class HttpClient:
 class HttpResponse:
     """The response to one request: its connection feeds it, its consumer reads it."""
 
-    def __init__(self, client: HttpClient, request: bytes) -> None:
+    def __init__(self, client: HttpClient, request: bytes, is_generation: bool) -> None:
         self.request = request
+        self.is_generation = is_generation
+        self.timeouts_s = client.config.first_token_timeout_s, client.config.token_timeout_s
+        """Until the first data of the body, and between two pieces of it."""
+        if not is_generation:
+            self.timeouts_s = client.config.read_timeout_s, client.config.read_timeout_s
+        self.has_begun = self.timed_out = False
         self.status = 0
         """0 until the headers have arrived."""
-        self.retry_after = ""
-        """The Retry-After header, if there is one."""
+        self.headers: dict[str, str] = {}
+        """The headers, by lower-case name."""
         self.pieces: list[bytes] = []
         """The received and not yet read data."""
         self.is_ended = False
@@ -236,9 +254,11 @@ class HttpResponse:
             return []
         if self.status and self.status // 100 != 2:
             content = self.read_nowait()
-            raise error_from_response(self._client.host_port, self.status, content, self.retry_after)
+            raise error_from_response(
+                self._client.host_port, self.status, content, self.headers.get("retry-after", "")
+            )
         if self.error:
-            raise EngineError(f"{self._client.host_port}: {self.error}")
+            raise EngineUnavailableError(f"{self._client.host_port}: {self.error}", timed_out=self.timed_out)
         return self._sse_parser.feed(b"\n\n")  # The last event may lack its empty line.
 
     def events_nowait(self) -> list[bytes]:
@@ -249,7 +269,7 @@ class HttpResponse:
         """Returns the status and the complete body."""
         await self.wait(until_end=True)
         if self.error:
-            raise EngineError(f"{self._client.host_port}: {self.error}")
+            raise EngineUnavailableError(f"{self._client.host_port}: {self.error}", timed_out=self.timed_out)
         return self.status, self.read_nowait()
 
     def read_nowait(self) -> bytes:
@@ -308,27 +328,26 @@ class HttpConnection(asyncio.Protocol):
     _timeout_timer: asyncio.TimerHandle
     """Set while a request runs."""
 
-    def __init__(self, client: HttpClient, read_timeout_s: float) -> None:
+    def __init__(self, client: HttpClient) -> None:
         self.idle_since = 0.0
         """The loop time of its last release to the connection pool."""
         self._client = client
         self._loop = asyncio.get_running_loop()
-        self._timeout_s = read_timeout_s
         self._parser = httptools.HttpResponseParser(self)
         self._response: HttpResponse | None = None
         """The response of the running request."""
         self._last_data_at = 0.0
         self._has_length = False
         self._can_resend = False
-        """The connection was used before, and no data has arrived since. If it is lost, the server closed it
-        before the request arrived."""
+        """The connection was used before, and no data has arrived since. If the server closes it, it did so
+        before the request arrived. After a reset this is not known: the server may work on the request."""
         self._connection_lost = self._loop.create_future()
 
     def send_request(self, response: HttpResponse) -> None:
         """Sends the request of a response."""
         self._response, response.connection = response, self
         self._last_data_at = self._loop.time()
-        self._timeout_timer = self._loop.call_later(self._timeout_s, self._check_timeout)
+        self._timeout_timer = self._loop.call_later(min(response.timeouts_s), self._check_timeout)
         if self._connection_lost.done():  # uvloop's transports raise on a write after this.
             self.abort("the connection was lost before the request was sent")
         else:
@@ -347,7 +366,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._can_resend, self._last_data_at = False, self._loop.time()
+        self._can_resend = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -360,7 +379,8 @@ class HttpConnection(asyncio.Protocol):
         else:
             reason = f"{type(exc).__name__}: {exc}" if exc else "closed by the server"
             error = f"the connection was lost before the response ended: {reason}"
-            self._end_response(error, resend=self._can_resend)
+            is_get = self._response is not None and self._response.request.startswith(b"GET ")
+            self._end_response(error, resend=self._can_resend and (exc is None or is_get))
         self._client.connections.discard(self)
         self._connection_lost.set_result(None)
 
@@ -372,8 +392,8 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self._has_length |= name in (b"content-length", b"transfer-encoding")
-        if name == b"retry-after" and self._response is not None:
-            self._response.retry_after = value.decode("latin-1")
+        if self._response is not None:
+            self._response.headers[name.decode("latin-1")] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -384,6 +404,8 @@ class HttpConnection(asyncio.Protocol):
         response = self._response
         if response is not None:
             response.pieces.append(body)
+            if not (response.is_generation and body.startswith(b":")):  # A comment is no token.
+                response.has_begun, self._last_data_at = True, self._loop.time()
             if response.wakes_on_data:
                 response.wake()
 
@@ -398,13 +420,19 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _check_timeout(self) -> None:
-        """Fails the request after `timeout_s` without data. Rescheduled only when it fires, so that received
+        """Fails the request after its timeout without data. Rescheduled only when it fires, so that received
         data costs no timer."""
-        silent_s = self._loop.time() - self._last_data_at
-        if silent_s < self._timeout_s:
-            self._timeout_timer = self._loop.call_later(self._timeout_s - silent_s, self._check_timeout)
-        else:
-            self.abort(f"no data for {self._timeout_s:g} s")
+        response = self._response
+        assert response is not None, "the timer is cancelled with the request"
+        timeout_s = response.timeouts_s[response.has_begun]
+        remaining_s = self._last_data_at + timeout_s - self._loop.time()
+        if remaining_s > 0:
+            delay_s = min(remaining_s, *response.timeouts_s)
+            self._timeout_timer = self._loop.call_later(delay_s, self._check_timeout)
+            return
+        response.timed_out = True
+        token = "further token" if response.has_begun else "first token"
+        self.abort(f"no {token if response.is_generation else 'data'} for {timeout_s:g} s")
 
     def _end_response(self, error: str = "", *, resend: bool = False) -> None:
         """Ends the response of the running request, if there is one; with `resend` its request is sent again

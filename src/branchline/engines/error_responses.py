@@ -11,7 +11,7 @@ from branchline.core.errors import ContextLengthError, EngineBusyError, EngineEr
 
 # A request with such a response fails on every server, so it is not sent to another one.
 INVALID_REQUEST_STATUSES = frozenset({400, 413, 422})
-TOO_MANY_REQUESTS = 429
+TOO_MANY_REQUESTS, SERVICE_UNAVAILABLE = 429, 503
 # Messages of servers that have no error code for a prompt that is too long.
 _CONTEXT_LENGTH_MESSAGE = re.compile(r"maximum context length|model's context length")
 
@@ -20,12 +20,12 @@ def error_from_response(server: str, status: int, body: bytes, retry_after: str 
     """Returns the error for a response without success, with the server's own message."""
     try:
         content = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         content = None
     reason = _error_message(content) or body.decode(errors="replace").strip()[:500] or "no reason given"
     message = f"{server}: status {status}: {reason}"
-    if status == TOO_MANY_REQUESTS:
-        return EngineBusyError(message, retry_after)
+    if status in (TOO_MANY_REQUESTS, SERVICE_UNAVAILABLE):
+        return EngineBusyError(message, retry_after, is_overloaded=status == SERVICE_UNAVAILABLE)
     is_invalid = status in INVALID_REQUEST_STATUSES
     is_too_long = is_invalid and _CONTEXT_LENGTH_MESSAGE.search(reason)
     if is_too_long or _error_code(content) == "context_length_exceeded":
@@ -33,10 +33,13 @@ def error_from_response(server: str, status: int, body: bytes, retry_after: str 
     return EngineInputError(message) if is_invalid else EngineError(message)
 
 
-def error_from_event(server: str, event: bytes) -> EngineError:
-    """Returns the error of a stream's error event: `{"error": {"message": …, "code": 400}}` and variants."""
+def error_from_event(server: str, event: bytes, default_status: int = 500) -> EngineError:
+    """Returns the error of a stream's error event: `{"error": {"message": …, "code": 400}}` and variants.
+
+    `default_status` is the status of an event without a code.
+    """
     code = _error_code(msgspec.json.decode(event))
-    return error_from_response(server, code if isinstance(code, int) else 500, event)
+    return error_from_response(server, code if isinstance(code, int) else default_status, event)
 
 
 def _error_code(content: Any) -> Any:

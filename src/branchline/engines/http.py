@@ -8,6 +8,9 @@ their version where the server keys its cache by it.
 All events that have arrived become one chunk, at most once per `SamplingParams.flush_s`, counted from the
 last chunk that the consumer received. Tokens that arrived but were not yielded when a generation is closed
 are dropped; a continuation samples them again.
+
+What a server returns is checked: ids of the vocabulary, logprobs that can be, one choice, no more tokens than
+asked for, none after the finish reason. A chunk that fails is an EngineOutputError and is not yielded.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from msgspec import Meta
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.cache import ByteLimitedCache
-from branchline.core.errors import EngineError
+from branchline.core.errors import EngineError, EngineOutputError
 from branchline.core.message import Media
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
 from branchline.engines.base import (
@@ -41,6 +44,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 STREAM_INTERVAL = 32
 """Tokens per event that a server is asked for if the call is not streamed. An aborted request loses at most
 the tokens of one event; they are sampled again."""
+LOGPROB_TOLERANCE = 1e-4
+"""Logprobs of almost certain tokens may exceed 0 by a rounding error."""
 
 
 @dataclass(eq=False)
@@ -51,11 +56,14 @@ class EngineRequest:
     response: HttpResponse
     version: int
     """The policy version of tokens that arrive from now on."""
+    params: SamplingParams
     request_id: str = ""
     """The id that the request has at the server, if the client chooses it."""
     ids: list[int] = field(default_factory=list)
     """Tokens that were read and are in no chunk yet."""
     logprobs: list[float] = field(default_factory=list)
+    count: int = 0
+    """Tokens in all chunks so far."""
     finish_reason: FinishReason | None = None
     pending_chunks: deque[Chunk] = field(default_factory=deque)
     error: EngineError | None = None
@@ -78,7 +86,7 @@ class EngineRequest:
                 if self.error is None:  # Tokens after an invalid event would be at the wrong position.
                     self.read(events)
             except EngineError as error:
-                self.error = self.error or error
+                self._fail(error)
             # A finished response is read to its end, so that its connection can be used again.
             if self.finish_reason is not None and self.error is None and not self.response.is_ended:
                 continue
@@ -97,15 +105,40 @@ class EngineRequest:
             if self.error is None:
                 self.read(events)
         except EngineError as error:
-            self.error = error
+            self._fail(error)
         if self.ids:
             self._append_chunk()
         self.version = version
 
+    def choice_error(self, index: int, new_ids: Sequence[int]) -> EngineOutputError:
+        """The error of an event with another index than 0, or with ids after the finish reason."""
+        if index:
+            return EngineOutputError(f"{self.engine}: choice {index}, expected 0, the only one asked for")
+        return EngineOutputError(f"{self.engine}: {len(new_ids)} ids after the finish reason, expected none")
+
     def _append_chunk(self) -> None:
+        """Makes a chunk of the tokens that were read, or an error of those that cannot be right."""
         ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
-        self.pending_chunks.append(Chunk(ids, logprobs, self.version, self.finish_reason))
-        self.ids, self.logprobs = [], []
+        self.count += len(ids)
+        vocab_size, max_tokens = self.params.vocab_size, self.params.max_tokens
+        is_valid = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
+        if vocab_size is not None and ids.max(initial=0) >= vocab_size:
+            problem = f"id {ids.max()}, expected ids below {vocab_size}, the size of the vocabulary"
+        elif not is_valid.all():
+            problem = f"logprob {logprobs[~is_valid][0]:g}, expected a finite number, at most 0"
+        elif self.count > max_tokens:
+            problem = f"{self.count} tokens, expected at most max_tokens={max_tokens}"
+        else:
+            self.pending_chunks.append(Chunk(ids, logprobs, self.version, self.finish_reason))
+            self.ids, self.logprobs = [], []
+            return
+        self._fail(EngineOutputError(f"{self.engine}: {problem}"))
+
+    def _fail(self, error: EngineError) -> None:
+        """Keeps the first error. Tokens of an output that cannot be right are dropped, and so is its end."""
+        self.error = self.error or error
+        if isinstance(error, EngineOutputError):
+            self.ids, self.logprobs, self.finish_reason = [], [], None
 
 
 class PromptEncoder:
@@ -165,6 +198,8 @@ class HttpEngine:
     """Base class of HTTP engines. A subclass builds requests and names the server's control endpoints."""
 
     supports_images = False
+    supported_fields: frozenset[str] = frozenset()
+    constrains_raw_logprobs = False
     kind: ClassVar[str]
     default_logprob_kind: ClassVar[LogprobKind]
     logprobs_after_truncation: bool | None = True

@@ -5,108 +5,30 @@ after the ids they have yielded. No chunk is repeated or lost.
 
 All replicas in use sample under one version. A replica with other weights, or with unknown ones because it
 missed a pause or a resume, is *stale*: its calls move, and it gets no new ones until it has been paused and
-resumed together with the others.
+resumed together with the others. `replica_pool.py` decides which replica serves a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from branchline.chat.vision import ImageSpan
-from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.core.errors import EngineError, EngineInputError, EngineOutputError, InputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import (
+    CONSTRAINT_FIELDS,
     Chunk,
     Engine,
     LogprobKind,
     SamplingParams,
     remaining_request,
 )
-
-# The least recently used session beyond this number gets a new replica on its next call, at a prefill's cost.
-MAX_STICKY_SESSIONS = 100_000
-
-
-class CancellableStream:
-    """A stream that is read in its consumer's task, and that other code can end while the consumer waits.
-
-    `cancel` cancels the wait and not the task: to the consumer the stream has ended. A stream that ends
-    without a finish reason and without `cancel` raises EngineError.
-    """
-
-    def __init__(self, stream: AsyncGenerator[Chunk, None]) -> None:
-        self._stream = stream
-        self._is_cancelled = self._is_finished = False
-        self._waiting_task: asyncio.Task[Any] | None = None
-        self._cancelled_task: asyncio.Task[Any] | None = None
-
-    def cancel(self) -> None:
-        """Ends the stream after the chunks it has yielded; its consumer closes it."""
-        if not self._is_cancelled:
-            self._is_cancelled, self._cancelled_task = True, self._waiting_task
-            if self._cancelled_task is not None:
-                self._cancelled_task.cancel()
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    def __aiter__(self) -> CancellableStream:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._is_cancelled:
-            raise StopAsyncIteration
-        self._waiting_task = task = asyncio.current_task()
-        assert task is not None, "streams are read in tasks"
-        cancelling = task.cancelling()
-        try:
-            chunk = await anext(self._stream)
-        except StopAsyncIteration:
-            if not self._is_finished:
-                raise EngineError("the stream ended before its generation did") from None
-            raise
-        except asyncio.CancelledError:
-            # The stream ends, unless the consumer's task was cancelled as well.
-            if self._cancelled_task is not None and task.cancelling() <= cancelling + 1:
-                raise StopAsyncIteration from None
-            raise
-        finally:
-            self._waiting_task = None
-            if self._cancelled_task is not None:
-                self._cancelled_task.uncancel()
-        self._is_finished = chunk.finish_reason is not None
-        return chunk
-
-
-@dataclass(eq=False)
-class Replica:
-    """One engine and its state."""
-
-    engine: Engine
-    running: set[CancellableStream] = field(default_factory=set)
-    session_count: int = 0
-    avoid_until: float = 0.0
-    """After a failure, calls go to other replicas until this time, if there are others."""
-    stale: bool = False
-    """Its weights may differ from those of the others."""
-    paused: bool = False
-    """It was paused and has not been resumed."""
-
-    def quarantine(self) -> None:
-        """Marks its weights as unknown and moves its calls to other replicas."""
-        self.stale = True
-        self.cancel_streams()
-
-    def cancel_streams(self) -> None:
-        for stream in self.running:
-            stream.cancel()
+from branchline.engines.replica_pool import CancellableStream, Replica, ReplicaPool
 
 
 class Replicas:
@@ -122,9 +44,9 @@ class Replicas:
     ) -> None:
         self.name = name
         self.retry_after_s = retry_after_s
-        self._clock = clock
-        self._replicas: dict[str, Replica] = {}
-        self._replica_by_session: OrderedDict[str, Replica] = OrderedDict()
+        """Time between two checks of a replica that failed."""
+        self._pool = ReplicaPool(name, retry_after_s, clock)
+        self._replicas = self._pool.replicas
         self._paused = False
         self._update_lock = asyncio.Lock()
         """Held by pause, resume and add: one is complete before the next begins."""
@@ -167,6 +89,17 @@ class Replicas:
         return all(replica.engine.supports_images for replica in self._replicas.values())
 
     @property
+    def supported_fields(self) -> frozenset[str]:
+        """The fields that all replicas support: a call may be moved to any of them."""
+        engines = [replica.engine for replica in self._replicas.values()]
+        return CONSTRAINT_FIELDS.intersection(*[engine.supported_fields for engine in engines])
+
+    @property
+    def constrains_raw_logprobs(self) -> bool:
+        """Whether any replica does: its logprobs could not be told from those of the others."""
+        return any(replica.engine.constrains_raw_logprobs for replica in self._replicas.values())
+
+    @property
     def engines(self) -> tuple[Engine, ...]:
         return tuple(replica.engine for replica in self._replicas.values())
 
@@ -182,10 +115,9 @@ class Replicas:
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """Names of the replicas that are stale or failed recently."""
-        now = self._clock()
+        """Names of the replicas that are stale or excluded."""
         replicas = self._replicas.items()
-        return tuple(name for name, replica in replicas if replica.stale or replica.avoid_until > now)
+        return tuple(name for name, replica in replicas if replica.stale or replica.excluded)
 
     async def generate(
         self,
@@ -198,6 +130,7 @@ class Replicas:
         yielded: list[Chunk] = []
         failed: dict[Replica, Exception] = {}
         """Replicas that failed since the last token."""
+        avoided = self._pool.pop_avoided(session)
         while True:
             # A request that ended before its first token is only sent again.
             preempted = yielded[-1].num_preempted + 1 if yielded else 0
@@ -205,25 +138,35 @@ class Replicas:
             if isinstance(rest, Chunk):
                 yield rest
                 return
-            replica = self._select_replica(session, failed)
+            replica = self._pool.select(session, failed, avoided, rest)
+            silent_since, has_begun = self._pool.clock(), False
             stream = CancellableStream(replica.engine.generate(*rest, session=session, images=images))
             replica.running.add(stream)
             try:
                 async for chunk in stream:
+                    replica.last_chunk_at, has_begun = self._pool.clock(), True
                     if preempted:
                         chunk = replace(chunk, num_preempted=preempted + chunk.num_preempted)
                     yielded.append(chunk)
                     if len(chunk.ids):
                         failed.clear()
                     yield chunk
+                    silent_since = self._pool.clock()
                     if chunk.finish_reason is not None:
-                        replica.avoid_until = 0.0
+                        self._pool.include(replica)
                         return
+            except asyncio.CancelledError:
+                self._pool.record_disconnect(replica, session, silent_since, rest)
+                raise
             except EngineInputError:
                 raise
             except (EngineError, OSError) as error:
                 failed[replica] = error
-                replica.avoid_until = self._clock() + self.retry_after_s
+                self._pool.record_error(replica, error, silent_since, rest)
+                if has_begun and isinstance(error, EngineOutputError):
+                    # Tokens that it yielded before are not to be continued.
+                    self._pool.avoid_next_time(replica, session)
+                    raise
             finally:
                 replica.running.discard(stream)
                 await stream.aclose()
@@ -241,6 +184,8 @@ class Replicas:
         replica = self._replicas.pop(name, None)
         if replica is None:
             raise InputError(f"replica: got {name!r}, expected one of {', '.join(self._replicas) or 'none'}")
+        if replica.check is not None:
+            replica.check.cancel()
         try:
             # Before its streams are cancelled: closing an engine may yield tokens that have arrived.
             await replica.engine.close()
@@ -248,13 +193,18 @@ class Replicas:
             replica.cancel_streams()
 
     def release_session(self, session: str) -> None:
-        """Drops the assignment of a session that has ended."""
-        replica = self._replica_by_session.pop(session, None)
-        if replica is not None:
-            replica.session_count -= 1
+        """Drops the placement of a session that has ended."""
+        self._pool.release_session(session)
 
     async def ready(self) -> None:
-        await asyncio.gather(*[replica.engine.ready() for replica in self._replicas.values()])
+        """Returns if a replica is ready; others are excluded. Raises EngineError if none is."""
+        replicas = list(self._replicas.values())
+        failed = await _for_each_replica(replicas, lambda engine: engine.ready())
+        for replica, error in failed.items():
+            if not isinstance(error, EngineError | OSError) or len(failed) == len(replicas):
+                raise error
+            replica.is_ready = False
+            self._pool.exclude(replica, error)
 
     async def pause(self) -> None:
         """Replicas that fail become stale. Raises EngineError, and changes none, if all in use fail."""
@@ -293,6 +243,9 @@ class Replicas:
                 replica.quarantine()
 
     async def close(self) -> None:
+        for replica in self._replicas.values():
+            if replica.check is not None:
+                replica.check.cancel()
         await asyncio.gather(*[replica.engine.close() for replica in self._replicas.values()])
 
     def _validate(self, engine: Engine) -> None:
@@ -307,29 +260,6 @@ class Replicas:
         is_stale = bool(self._replicas) and engine.version != self.version
         replica = self._replicas[engine.name] = Replica(engine, stale=is_stale)
         return replica
-
-    def _select_replica(self, session: str, failed: dict[Replica, Exception]) -> Replica:
-        """Returns the session's replica, or the one with the fewest calls, then the fewest sessions."""
-        now = self._clock()
-        usable = [replica for replica in self._replicas.values() if not replica.stale]
-        usable = [replica for replica in usable if replica not in failed]
-        if not usable:
-            cause = next(reversed(failed.values()), None)
-            reason = f": {cause}" if cause else ""
-            raise EngineError(f"{self.name}: no usable replica{reason}") from cause
-        preferred = [replica for replica in usable if replica.avoid_until <= now]
-        assigned = self._replica_by_session.get(session)
-        if assigned is not None and assigned in preferred:
-            self._replica_by_session.move_to_end(session)
-            return assigned
-        selected = min(preferred or usable, key=lambda replica: (len(replica.running), replica.session_count))
-        if session:
-            self.release_session(session)
-            self._replica_by_session[session] = selected
-            selected.session_count += 1
-            if len(self._replica_by_session) > MAX_STICKY_SESSIONS:
-                self.release_session(next(iter(self._replica_by_session)))
-        return selected
 
     def _all_failed_error(self, action: str, failed: dict[Replica, BaseException]) -> EngineError:
         cause = next(iter(failed.values()), None)

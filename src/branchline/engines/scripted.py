@@ -63,6 +63,9 @@ class ScriptedEngine:
     greedy_logprob_temperature: float | None = 1.0
     max_context: int | None = None
     supports_images: bool = True
+    supported_fields: frozenset[str] = frozenset()
+    """The fields that it accepts; a rule finds their values in the parameters."""
+    constrains_raw_logprobs: bool = False
     chunk_size: int = 4
     """Ids per chunk; small, so that replies are streamed."""
     gate: asyncio.Event | None = None
@@ -85,7 +88,7 @@ class ScriptedEngine:
         session: str = "",
         images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        if params.grammar is not None:
+        if params.grammar is not None and not self.supported_fields:
             raise EngineInputError("response_format: the scripted engine supports no grammar")
         call_index = len(self.received_prompts)
         self.received_prompts.append(prompt_ids)

@@ -20,7 +20,14 @@ from msgspec import Raw, Struct
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, Chunk, FinishReason, LogprobKind, SamplingParams
+from branchline.engines.base import (
+    BUFFERED_FLUSH_S,
+    CONSTRAINT_FIELDS,
+    Chunk,
+    FinishReason,
+    LogprobKind,
+    SamplingParams,
+)
 from branchline.engines.client import ServerConfig
 from branchline.engines.error_responses import error_from_event
 from branchline.engines.http import (
@@ -43,6 +50,7 @@ class VllmLogprobs(Struct):
 
 
 class VllmChoice(Struct):
+    index: int = 0
     token_ids: list[TokenId] | None = None
     logprobs: VllmLogprobs | None = None
     finish_reason: str | None = None
@@ -86,6 +94,8 @@ class VllmRequest(EngineRequest):
                     raise EngineError(
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
+                if choice.index or (ids and self.finish_reason is not None):
+                    raise self.choice_error(choice.index, ids)
                 if choice.finish_reason is not None:
                     self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
                     if self.finish_reason is None:
@@ -104,6 +114,7 @@ class VllmTokenLogprobs(Struct):
 
 
 class VllmTokensChoice(Struct):
+    index: int = 0
     token_ids: list[TokenId] | None = None
     logprobs: VllmTokenLogprobs | None = None
     finish_reason: str | None = None
@@ -153,6 +164,8 @@ class VllmImagesRequest(EngineRequest):
                     raise EngineError(
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
+                if choice.index or (ids and self.finish_reason is not None):
+                    raise self.choice_error(choice.index, ids)
                 if choice.finish_reason is not None:
                     self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
                     if self.finish_reason is None:
@@ -169,6 +182,7 @@ class VllmEngine(HttpEngine):
     """
 
     supports_images = True
+    supported_fields = CONSTRAINT_FIELDS - {"custom_params", "custom_logit_processor"}
     kind = "vllm"
     default_logprob_kind = "raw"
     pause_endpoint = ("/pause?mode=abort&clear_cache=true", {})
@@ -226,15 +240,23 @@ class VllmEngine(HttpEngine):
         if self.model:
             body["model"] = self.model
         if params.grammar is not None:
-            body["response_format"] = dict(params.grammar)
-        response = self.client.request("POST", "/v1/completions", msgspec.json.encode(body))
-        return VllmRequest(self.name, response, self.version, prompt=prompt)
+            kind = params.grammar["type"]
+            # What OpenAI's field cannot express has vLLM's own.
+            is_own = kind in ("regex", "choice", "grammar")
+            name = "structured_outputs" if is_own else "response_format"
+            body[name] = {kind: params.grammar[kind]} if is_own else dict(params.grammar)
+        response = self.client.request(
+            "POST", "/v1/completions", msgspec.json.encode(body), is_generation=True
+        )
+        return VllmRequest(self.name, response, self.version, params, prompt=prompt)
 
     def _build_images_request(
         self, prompt_ids: Ids, params: SamplingParams, session: str, images: Sequence[ImageSpan]
     ) -> EngineRequest:
         if params.grammar is not None:
             raise EngineInputError("response_format: got one in a request with images, expected none")
+        if "vllm_xargs" in params.extra:
+            raise EngineInputError("vllm_xargs: got some in a request with images, expected none")
         sent_ids = collapse_placeholders(prompt_ids, images)
         body: dict[str, Any] = {
             **params.extra,
@@ -247,8 +269,10 @@ class VllmEngine(HttpEngine):
         }
         if self.model:
             body["model"] = self.model
-        response = self.client.request("POST", "/inference/v1/generate", msgspec.json.encode(body))
-        return VllmImagesRequest(self.name, response, self.version, expected_prompt=prompt_ids)
+        response = self.client.request(
+            "POST", "/inference/v1/generate", msgspec.json.encode(body), is_generation=True
+        )
+        return VllmImagesRequest(self.name, response, self.version, params, expected_prompt=prompt_ids)
 
 
 def _sampling_params(params: SamplingParams, prompt_length: int) -> dict[str, Any]:
@@ -269,4 +293,13 @@ def _sampling_params(params: SamplingParams, prompt_length: int) -> dict[str, An
         # vLLM starts from the seed with each request. Offset by the prompt's length, a continuation does
         # not repeat the random numbers of the first request, and stays reproducible.
         sampling["seed"] = (params.seed + prompt_length) % 2**63
+    if params.requested_fields:
+        constraints = {
+            "ignore_eos": params.ignore_eos,
+            "min_tokens": params.min_tokens,
+            "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+            "allowed_token_ids": list(params.allowed_token_ids),
+            "bad_words": list(params.bad_words),
+        }
+        sampling |= {name: value for name, value in constraints.items() if value}
     return sampling

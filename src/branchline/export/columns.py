@@ -49,6 +49,7 @@ _MEASUREMENT = (
     Column("presence_penalty", "number"),
     Column("frequency_penalty", "number"),
     Column("repetition_penalty", "number"),
+    Column("constraints", "texts"),
 )
 SAMPLE_COLUMNS = (
     Column("session", "text"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -25,11 +25,14 @@ _MIN_FLOAT32 = np.finfo(np.float32).min
 """Replaces minus infinity, which JSON cannot represent."""
 
 
-def sample_to_json(sample: Sample, written_digests: set[str] | None = None) -> dict[str, Any]:
-    """Returns a sample as JSON values. Media whose digests are in `written_digests` are written without their
-    data; the digests of the others are added."""
+def sample_to_json(
+    sample: Sample, written_digests: set[str] | None = None, *, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """Returns a sample as JSON values, without some columns. Media whose digests are in `written_digests` are
+    written without their data; the digests of the others are added."""
     written = set() if written_digests is None else written_digests
-    return {column.name: _to_json(column, sample, written) for column in SAMPLE_COLUMNS}
+    columns = [column for column in SAMPLE_COLUMNS if column.name not in without]
+    return {column.name: _to_json(column, sample, written) for column in columns}
 
 
 def _to_json(column: Column, sample: Sample, written_digests: set[str]) -> Any:
@@ -43,11 +46,12 @@ def _to_json(column: Column, sample: Sample, written_digests: set[str]) -> Any:
         return structs
     value = getattr(sample, column.sample_attribute)
     if column.kind in ARRAY_TYPES:
-        return _floats_to_json(value) if column.kind == "float32s" else value.tolist()
+        return floats_to_json(value) if column.kind == "float32s" else value.tolist()
     return list(value) if column.kind == "texts" else value
 
 
-def _floats_to_json(values: Floats) -> list[float | None]:
+def floats_to_json(values: Floats) -> list[float | None]:
+    """Returns numbers as JSON has them: null for NaN, the lowest float32 for minus infinity."""
     missing = np.isnan(values)
     numbers: list[float | None] = np.maximum(values, _MIN_FLOAT32).tolist()
     for index in np.flatnonzero(missing).tolist():

@@ -88,6 +88,70 @@ class Export:
     """The nodes of the tree that samples train."""
 
 
+class SampleStream:
+    """The samples of a tree, built one at a time, so that a large session need not fit into memory.
+
+    `report` is complete after the last sample.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        policy: ExportPolicy | None = None,
+        *,
+        session: str = "",
+        reward: float | None = None,
+        rewards: Sequence[Mapping[str, Any]] = (),
+        fork_report: ForkReport | None = None,
+    ) -> None:
+        """Takes what `export_samples` takes, and raises MissingLogprobsError before the first sample."""
+        self.tree = tree
+        self.policy = policy or ExportPolicy()
+        self._session = session
+        self._reward = reward
+        fork_report = fork_report or classify_forks(tree)
+        self._pruned = _pruned_nodes(tree, self.policy, fork_report)
+        self.leaves = _limit_leaves(_kept_leaves(tree, self._pruned), self.policy)
+        self.counts = _leaf_counts(tree, self.leaves, self._pruned)
+        """For each trained node the number of samples through it."""
+        self._has_rewards = bool(rewards)
+        self._assigned = assign_rewards(tree, rewards, fork_report)
+        self._sample_count = 0
+        report, policy = self.report, self.policy
+        if report.missing_logprobs and policy.missing_logprob is None and not policy.include_missing_logprobs:
+            raise MissingLogprobsError(
+                f"{report.missing_logprobs} of {report.trained_tokens} sampled tokens came without logprobs; "
+                "set include_missing_logprobs=True or missing_logprob to train on them"
+            )
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (sample for _, sample in self.with_leaves())
+
+    def with_leaves(self) -> Iterator[tuple[Node, Sample]]:
+        """Yields each sample with the node at the end of its timeline."""
+        seen: set[int] = set()
+        self._sample_count = 0
+        for leaf in self.leaves:
+            timeline = Timeline(self.tree, leaf)
+            shares = _node_shares(timeline, self.policy.shares, self.counts, seen)
+            sample = _build_sample(timeline, self.policy, shares, self._session, self._reward, self._assigned)
+            if sample is not None:
+                self._sample_count += 1
+                yield leaf, sample
+
+    @property
+    def report(self) -> ExportReport:
+        """The account of every sampled token, with the number of samples that were built so far."""
+        report = _build_report(self.tree, self.policy, self._pruned, self.counts, self._sample_count)
+        if not self._has_rewards:
+            return report
+        limit = self.policy.max_tokens
+        nodes = self.tree.nodes
+        trained = {node for node in self.counts if limit is None or nodes[node].sampled_start < limit}
+        path_nodes = nodes_above(self.leaves) if self._sample_count else set()
+        return replace(report, unassigned_rewards=self._assigned.count_unassigned(trained, path_nodes))
+
+
 def export_samples(
     tree: Tree,
     policy: ExportPolicy | None = None,
@@ -99,33 +163,10 @@ def export_samples(
 ) -> Export:
     """Returns the samples of a tree, which it does not change. Pass `session.snapshot()` for a session that
     other threads commit to. `rewards` are those posted for parts of the session; see `export/rewards.py`."""
-    policy = policy or ExportPolicy()
-    fork_report = fork_report or classify_forks(tree)
-    pruned = _pruned_nodes(tree, policy, fork_report)
-    leaves = _limit_leaves(_kept_leaves(tree, pruned), policy)
-    counts = _leaf_counts(leaves, pruned)
-    assigned = assign_rewards(tree, rewards, fork_report)
-    seen: set[int] = set()
-    samples: list[Sample] = []
-    for leaf in leaves:
-        timeline = Timeline(tree, leaf)
-        sample = _build_sample(
-            timeline, policy, _node_shares(timeline, policy.shares, counts, seen), session, reward, assigned
-        )
-        if sample is not None:
-            samples.append(sample)
-    report = _build_report(tree, policy, pruned, counts, len(samples))
-    if rewards:
-        limit = policy.max_tokens
-        trained = {node for node in counts if limit is None or tree.nodes[node].sampled_start < limit}
-        path_nodes = {node.id for leaf in leaves for node in leaf.path()} if samples else set()
-        report = replace(report, unassigned_rewards=assigned.count_unassigned(trained, path_nodes))
-    if report.missing_logprobs and policy.missing_logprob is None and not policy.include_missing_logprobs:
-        raise MissingLogprobsError(
-            f"{report.missing_logprobs} of {report.trained_tokens} sampled tokens came without logprobs; "
-            "set include_missing_logprobs=True or missing_logprob to train on them"
-        )
-    return Export(samples, report, frozenset(counts))
+    stream = SampleStream(
+        tree, policy, session=session, reward=reward, rewards=rewards, fork_report=fork_report
+    )
+    return Export(list(stream), stream.report, frozenset(stream.counts))
 
 
 def export_nothing(tree: Tree, reason: DropReason) -> Export:
@@ -226,14 +267,27 @@ def _limit_leaves(leaves: list[Node], policy: ExportPolicy) -> list[Node]:
     return [*(leaves[index] for index in sorted(others)), leaves[-1]]
 
 
-def _leaf_counts(leaves: Sequence[Node], pruned: Mapping[int, str]) -> dict[int, int]:
+def _leaf_counts(tree: Tree, leaves: Sequence[Node], pruned: Mapping[int, str]) -> dict[int, int]:
     """Returns for each trained node the number of kept leaves below it."""
-    counts: dict[int, int] = {}
+    below = [0] * len(tree.nodes)
     for leaf in leaves:
-        for node in leaf.path():
-            if node.is_sampled and node.id not in pruned:
-                counts[node.id] = counts.get(node.id, 0) + 1
-    return counts
+        below[leaf.id] += 1
+    for node in reversed(tree.nodes):  # children follow their parents
+        if node.parent is not None:
+            below[node.parent.id] += below[node.id]
+    trained = [node.id for node in tree.nodes if node.is_sampled and node.id not in pruned]
+    return {node: below[node] for node in trained if below[node]}
+
+
+def nodes_above(leaves: Sequence[Node]) -> set[int]:
+    """Returns the nodes on the paths to some leaves."""
+    found: set[int] = set()
+    for leaf in leaves:
+        node = leaf
+        while node.parent is not None and node.id not in found:
+            found.add(node.id)
+            node = node.parent
+    return found
 
 
 def _node_shares(

@@ -43,26 +43,41 @@ class AccessControl:
             if managed is None:
                 raise _denied(key, "this key opens no session")
             return managed
-        found = self.sessions.find_keys(session_id)
+        refusal = f"this key does not open session {session_id}"
+        try:
+            found = self.sessions.find_keys(session_id)
+        except SessionError:
+            raise self._unknown(key, session_id, refusal) from None
         is_api_key = hmac.compare_digest(hash_key(key), found.api_key_hash)
         if not is_api_key and not self._is_control_key(found, key):
-            raise _denied(key, f"this key does not open session {session_id}")
+            raise _denied(key, refusal)
         return found if isinstance(found, ManagedSession) else self.sessions.get(session_id)
 
     def control_session(self, session_id: str, key: str, action: ControlAction = "control") -> ManagedSession:
         """The session that a key may control. An api_key may complete its own session and, with
         `agent_reward`, reward it."""
-        found = self.sessions.find_keys(session_id)
+        refusal = f"this key does not open the control of session {session_id}"
+        try:
+            found = self.sessions.find_keys(session_id)
+        except SessionError:
+            raise self._unknown(key, session_id, refusal) from None
         may_act = action == "complete" or (action == "reward" and found.options.agent_reward)
         if self._is_control_key(found, key) or (
             may_act and hmac.compare_digest(hash_key(key), found.api_key_hash)
         ):
             return self.sessions.get(session_id)
-        raise _denied(key, f"this key does not open the control of session {session_id}")
+        raise _denied(key, refusal)
 
     def may_read(self, managed: ManagedSession, key: str) -> bool:
         """Whether a key that may act on a session may also see its rewards and metadata."""
         return self._is_control_key(managed, key)
+
+    def _unknown(self, key: str, session_id: str, refusal: str) -> SessionError:
+        """The error for a session that does not exist. Only the admin key may learn that: for any other key
+        it is that of a session which the key does not open."""
+        if self._is_admin(key):
+            return SessionError("unknown", f"no session {session_id!r}")
+        return _denied(key, refusal)
 
     def _is_admin(self, key: str) -> bool:
         if not self.auth:

@@ -10,8 +10,10 @@ while. A lock keeps keepalives and events from overlapping and their numbers in 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -51,6 +53,15 @@ _STATUS_BY_KIND = {
 }
 
 
+_ADDRESS = re.compile(
+    r"https?://[^\s'\"]*[^\s'\":,;.)]"  # a URL
+    r"|(?:\w+@)?(?:\[[\da-fA-F:]+\]|[\w.-]*[a-zA-Z\d]):\d{2,5}\b(?:/[^\s:'\"]*)?"  # kind@host:port/path
+)
+_PATH = re.compile(r"(?<![\w/.])/[\w.@+-]+(?:/[\w.@+-]+)+")
+_REPEATED = re.compile(r"^.*the engine: ")
+"""What precedes the last engine that is named: the replicas of which it is one."""
+
+
 class ClientDisconnectedError(Exception):
     """The client closed its connection before the response was complete."""
 
@@ -66,6 +77,10 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
     """An error as HTTP: status, message, field, code, headers."""
     headers: dict[str, str] = {}
     code: str | None = None
+    relayed = error.upstream_response if isinstance(error, EngineError) else None
+    if relayed is not None:
+        code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, ContextLengthError) else relayed.code
+        return ErrorInfo(relayed.status, relayed.message, relayed.param, code, relayed.headers, relayed.type)
     if isinstance(error, SessionError):
         status, code = _STATUS_BY_KIND[error.kind], error.kind
         # SDKs retry a 409 unless this header forbids it.
@@ -80,18 +95,68 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
     elif isinstance(error, JournalError):
         status = 503
     elif isinstance(error, EngineBusyError):
-        status = 429
-        headers = {"retry-after": error.retry_after} if error.retry_after else {}
+        status = 503 if error.is_overloaded else 429
+        # A 503 without Retry-After is one of the journal.
+        retry_after = error.retry_after or ("1" if error.is_overloaded else "")
+        headers = {"retry-after": retry_after} if retry_after else {}
     else:
         status = 502 if isinstance(error, EngineError) else 500
-    param = error.field if isinstance(error, MessageError) else None
+    param = error.field or None if isinstance(error, MessageError | EngineInputError) else None
     return ErrorInfo(status, str(error), param, code, headers)
+
+
+def to_agent_error_info(error: BranchlineError) -> ErrorInfo:
+    """An error for an agent: without addresses of engines and paths of files, which the log has.
+
+    >>> to_agent_error_info(EngineError("vllm@gpu-7:8000: status 500: see /var/log/vllm.log")).message
+    'status 500: see (path)'
+    """
+    info = to_error_info(error)
+    if not isinstance(error, EngineError | JournalError):
+        return info
+    before, status, reason = info.message.partition("status ")
+    if status and info.status < 500:
+        return replace(info, message=status + reason)  # what the server says about the request
+    text = status + reason if status else before
+    text = _PATH.sub("(path)", _ADDRESS.sub("the engine", text))
+    return replace(info, message=_REPEATED.sub("the engine: ", text))
+
+
+def find_addresses(text: str) -> list[str]:
+    """The addresses and paths in an error, which agents do not get."""
+    return _ADDRESS.findall(text) + _PATH.findall(text)
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:
     """The request's key: a bearer token, else the header of Anthropic's clients, else ""."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def identify_agent(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The agent that sent a request and the agent that started that one; "" if no header names them.
+
+    Branchline's own headers can name any agent. For known clients only sub-agents are named: a client's first
+    agent is the session's default agent under any name, so that it stays the same agent after a restart. A
+    parent is passed on under the client's name for it; the tree resolves the first agent by exclusion.
+
+    >>> identify_agent({"x-session-id": "s2", "x-parent-session-id": "s1"})
+    ('s2', 's1')
+    """
+    for agent_header, parent_header in (
+        ("x-branchline-agent", "x-branchline-parent-agent"),
+        ("x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+    ):
+        agent, parent = headers.get(agent_header, ""), headers.get(parent_header, "")
+        if agent or parent:
+            return agent, parent
+    # Codex: a sub-agent's thread id differs from the session id.
+    thread, session = headers.get("thread-id", ""), headers.get("session-id", "")
+    if session and thread not in ("", session):
+        return thread, headers.get("x-codex-parent-thread-id", "")
+    # OpenCode: a sub-agent's session has a parent; the user's own has none.
+    parent = headers.get("x-parent-session-id", "")
+    return (headers.get("x-session-id", ""), parent) if parent else ("", "")
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> bytes:
@@ -189,9 +254,12 @@ class AsgiRequest:
 class StreamWriter:
     """Sends one streamed answer; at most `keepalive_s` pass without a byte.
 
-    with closing(StreamWriter(http, encoder, 10.0)) as writer:
+    writer = StreamWriter(http, encoder, 10.0)
+    try:
         async for event in run_call(...):
             await writer.write(event)
+    finally:
+        writer.keepalive_task.cancel()
     """
 
     def __init__(self, http: AsgiRequest, encoder: StreamEncoder, keepalive_s: float) -> None:
@@ -203,17 +271,15 @@ class StreamWriter:
         """Held from the encoding of an event until it is sent."""
         self._is_silent = True
         """Whether nothing was sent since the last check."""
-        self._keepalive_task = asyncio.create_task(self._send_keepalives())
-
-    def close(self) -> None:
-        # Not awaited: the call must end with its last event, before its client can act on that.
-        self._keepalive_task.cancel()
+        self.keepalive_task = asyncio.create_task(self._send_keepalives())
+        """To be cancelled when the stream ends. Not awaited: the call must end with its last event, before
+        its client can act on that."""
 
     async def write(self, event: CallEvent) -> None:
         """Sends an event; the result of the call ends the stream."""
         async with self._lock:
             if isinstance(event, CallResult):
-                self._keepalive_task.cancel()
+                self.keepalive_task.cancel()
                 await self._http.send_chunk(self._encoder.encode_end(event), last=True)
             elif data := self._encoder.encode_delta(event):
                 await self._http.send_chunk(data)
@@ -222,7 +288,7 @@ class StreamWriter:
     async def write_error(self, info: ErrorInfo) -> None:
         """Ends the stream with an error."""
         async with self._lock:
-            self._keepalive_task.cancel()
+            self.keepalive_task.cancel()
             await self._http.send_chunk(self._encoder.encode_error(info), last=True)
 
     async def _send_keepalives(self) -> None:

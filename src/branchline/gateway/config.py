@@ -17,8 +17,30 @@ class GatewayConfig:
     max_in_flight: int = 2048
     """Concurrent generations; further calls get 429 with Retry-After."""
     max_body_bytes: int = 64 * 1024 * 1024
+    """Longer bodies get 413. Images in base64 are most of a long body."""
+    max_prompt_characters: int = 4_000_000
+    """Text in the messages and tools of one request; about a million tokens."""
     max_messages: int = 10_000
     """Messages in one request."""
+    max_tools: int = 1_000
+    """Tools in one request."""
+    max_json_values: int = 250_000
+    """Commas and opening brackets in one body, those in its texts included: a bound on its JSON values.
+    Counted in bodies of more than twice as many bytes."""
+    max_connections: int = 8192
+    """Open connections; further ones replace those that have been idle longest, or get 503. It is lowered to
+    what the process may open (`ulimit -n`)."""
+    max_header_bytes: int = 64 * 1024
+    """Request line and headers of one request; longer ones get 431."""
+    header_timeout_s: float = 15.0
+    """How long a client may take to send a request line and headers; then it gets 408."""
+    body_timeout_s: float = 60.0
+    """How long an incomplete body may be silent; then the client gets 408."""
+    write_timeout_s: float = 120.0
+    """How long a client may leave what was sent unread; then its connection is closed, its call cancelled."""
+    connection_idle_s: float = 75.0
+    """How long a connection is kept open for the next request. Longer than clients keep it, so that they do
+    not send on a connection that is being closed."""
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: the engine's own limit applies."""
     default_max_tokens: int | None = None
@@ -37,6 +59,9 @@ class GatewayConfig:
     """Sessions unused for this long are finalized; 0: never."""
     image_urls: ImageUrlPolicy = "none"
     """Whether images that clients send as links are fetched: not, from public addresses, or from any."""
+    ignore_unknown_fields: bool = False
+    """Whether fields of requests that are not supported are ignored, logged once and recorded; by default a
+    request with one is refused."""
     explain_forks: bool = False
     """Log the cause of every fork when it happens."""
 
@@ -49,5 +74,22 @@ class GatewayConfig:
             )
         if not 0 <= self.stream_flush_s <= 10:
             raise InputError(f"stream_flush_s: got {self.stream_flush_s:g}, expected 0 to 10")
-        if self.keepalive_s <= 0:
-            raise InputError(f"keepalive_s: got {self.keepalive_s:g}, expected more than 0")
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name}: got {getattr(self, name):g}, expected more than 0")
+
+
+_POSITIVE = (
+    "keepalive_s",
+    "max_body_bytes",
+    "max_prompt_characters",
+    "max_messages",
+    "max_tools",
+    "max_json_values",
+    "max_connections",
+    "max_header_bytes",
+    "header_timeout_s",
+    "body_timeout_s",
+    "write_timeout_s",
+    "connection_idle_s",
+)

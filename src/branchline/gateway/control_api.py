@@ -1,35 +1,45 @@
 """The control API: opens, reads, rewards and ends sessions; pauses the policy; adds and removes engines.
 
 POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /wait
+GET /sessions/{id}/samples?format=json|jsonl|tree, streamed
 POST /sessions/{id}/reward|complete|finalize|abort      (the session's api_key may complete it)
 POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
-GET /healthz · /metrics
+GET /healthz (alive) · /readyz (can take calls) · /metrics
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Match, Route
 
-from branchline.core.errors import BranchlineError, MessageError
+from branchline.core.errors import BranchlineError, EngineError, MessageError
+from branchline.engines.replicas import Replicas
 from branchline.gateway.access import AccessControl, ControlAction
 from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.export_options import ExportOptions, read_export_policy, read_export_query
+from branchline.gateway.export_options import (
+    SampleFormat,
+    read_export_policy,
+    read_export_query,
+    read_sample_format,
+)
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import (
     report_view,
+    sample_parts,
     samples_view,
     session_view,
     timelines_view,
@@ -46,17 +56,28 @@ log = logging.getLogger("branchline.gateway")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 SessionHandler = Callable[[HttpRequest, ManagedSession], Awaitable[Response]]
 View = Callable[[ManagedSession], dict[str, Any]]
-ExportView = Callable[[ManagedSession, ExportOptions], dict[str, Any]]
+Made = TypeVar("Made")
 
 _VIEWS: dict[str, View] = {
     "": session_view,
     "/tree": tree_view,
     "/timelines": timelines_view,
 }
-_EXPORT_VIEWS: dict[str, ExportView] = {"/samples": samples_view, "/report": report_view}
 _RETURNS = ("samples", "trajectory", "session")
 """What `finalize` may return next to the session."""
 _MAX_WAIT_S = 3600.0
+_ENGINE_CHECK_S = 1.0
+"""How long `/readyz` repeats what it found out about the engine."""
+_ENGINE_TIMEOUT_S = 2.0
+_view_threads = ThreadPoolExecutor(2, thread_name_prefix="branchline-control")
+"""Few, and not those that prepare prompts: reading sessions must not delay calls."""
+_MEDIA_TYPES: dict[SampleFormat, str] = {
+    "json": "application/json",
+    "jsonl": "application/jsonl",
+    "tree": "application/jsonl",
+}
+_STREAM_BYTES = 256 * 1024
+"""How much of a streamed body is built at once."""
 
 
 class ControlApi:
@@ -75,19 +96,23 @@ class ControlApi:
         self._access = access
         self._metrics = metrics
         self._config = config
+        self._engine_check: asyncio.Task[bool] | None = None
+        self._engine_checked_at = 0.0
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _routing_error})
 
     def _routes(self) -> list[Route]:
         admin, session = self._admin_route, self._session_route
         return [
             Route("/healthz", self._health, methods=["GET"]),
+            Route("/readyz", self._ready, methods=["GET"]),
             Route("/metrics", self._render_metrics, methods=["GET"]),
             admin("POST", "/sessions", self._open),
             admin("GET", "/sessions", self._list),
             session("DELETE", "", self._delete),
             *(session("GET", path, _view_handler(view)) for path, view in _VIEWS.items()),
             session("GET", "/wait", self._wait),
-            *(session("GET", path, _export_handler(view)) for path, view in _EXPORT_VIEWS.items()),
+            session("GET", "/samples", _samples),
+            session("GET", "/report", _report),
             session("POST", "/reward", self._reward, "reward"),
             session("POST", "/complete", self._end_handler("completed"), "complete"),
             session("POST", "/abort", self._end_handler("aborted")),
@@ -175,10 +200,10 @@ class ControlApi:
         await self._sessions.end_session(managed, "finalized", str(body.get("reason", "")))
         view: dict[str, Any] = {}
         if returned == "samples":
-            view = await asyncio.to_thread(samples_view, managed, options)
+            view = await _in_view_thread(lambda: samples_view(managed, options))
         elif returned == "trajectory":
-            view = {"trajectory": await asyncio.to_thread(trajectory_view, managed)}
-        return await asyncio.to_thread(lambda: _json(session_view(managed) | view))
+            view = {"trajectory": await _in_view_thread(lambda: trajectory_view(managed))}
+        return await _in_view_thread(lambda: _json(session_view(managed) | view))
 
     def _session_response(self, http: HttpRequest, managed: ManagedSession) -> Response:
         """The session as the key may see it: an agent sees neither rewards nor metadata."""
@@ -221,8 +246,46 @@ class ControlApi:
     # -- the gateway itself --------------------------------------------------------------------------
 
     async def _health(self, http: HttpRequest) -> Response:
-        status = {"status": "ok", "engine": self._router.name}
-        return _json({**status, **self._policy_state(), "sessions": len(self._sessions)})
+        """Answers if the process is alive; a failure means that it must be restarted."""
+        return _json({"status": "ok", **self._policy_state(), "sessions": len(self._sessions)})
+
+    async def _ready(self, http: HttpRequest) -> Response:
+        """Whether a call would be taken now; 503 if not. A restart would not help."""
+        checks = {
+            "journal": "cannot be written" if self._sessions.journal_failure else "ok",
+            "engine": "ok" if await self._is_engine_reachable() else "does not answer",
+            "policy": "paused" if self._router.paused else "ok",
+        }
+        is_ready = set(checks.values()) == {"ok"}
+        return _json(
+            {"status": "ready" if is_ready else "not ready", "checks": checks}, 200 if is_ready else 503
+        )
+
+    async def _is_engine_reachable(self) -> bool:
+        """Whether the server of the default engine answers, or that of one of its replicas. It is asked once
+        in a while, however often this is called: the path needs no key."""
+        now, check = asyncio.get_running_loop().time(), self._engine_check
+        if check is None or (check.done() and now - self._engine_checked_at > _ENGINE_CHECK_S):
+            check = self._engine_check = asyncio.create_task(self._reach_engine())
+            self._engine_checked_at = now
+        return await asyncio.shield(check)
+
+    async def _reach_engine(self) -> bool:
+        engine = self._router.default_engine
+        engines = engine.engines if isinstance(engine, Replicas) else [engine]
+        attempts = [asyncio.create_task(one.ready()) for one in engines]
+        try:
+            for attempt in asyncio.as_completed(attempts, timeout=_ENGINE_TIMEOUT_S):
+                with suppress(EngineError):
+                    await attempt
+                    return True
+        except TimeoutError:
+            pass
+        finally:
+            for task in attempts:
+                task.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+        return False
 
     async def _render_metrics(self, http: HttpRequest) -> Response:
         self._metrics.sessions.set(len(self._sessions))
@@ -240,19 +303,49 @@ class ControlApi:
         return body
 
 
+async def _in_view_thread(make: Callable[[], Made]) -> Made:
+    return await asyncio.get_running_loop().run_in_executor(_view_threads, make)
+
+
 def _view_handler(view: View) -> SessionHandler:
     async def show(_http: HttpRequest, managed: ManagedSession) -> Response:
-        return await asyncio.to_thread(lambda: _json(view(managed)))
+        return await _in_view_thread(lambda: _json(view(managed)))
 
     return show
 
 
-def _export_handler(view: ExportView) -> SessionHandler:
-    async def show(http: HttpRequest, managed: ManagedSession) -> Response:
-        options = read_export_query(http.query_params.multi_items())
-        return await asyncio.to_thread(lambda: _json(view(managed, options)))
+async def _report(http: HttpRequest, managed: ManagedSession) -> Response:
+    options = read_export_query(http.query_params.multi_items())
+    return await _in_view_thread(lambda: _json(report_view(managed, options)))
 
-    return show
+
+async def _samples(http: HttpRequest, managed: ManagedSession) -> Response:
+    """Streams the samples. They are built in a thread, as fast as the client reads them."""
+    params = http.query_params.multi_items()
+    format = read_sample_format(params, http.headers.get("accept", ""))
+    options = read_export_query([(name, value) for name, value in params if name != "format"])
+    parts = sample_parts(managed, options, format)
+    first = await _in_view_thread(lambda: _next_bytes(parts))  # an error is still a response of its own
+
+    async def body() -> AsyncIterator[bytes]:
+        data = first
+        while data:
+            yield data
+            data = await _in_view_thread(lambda: _next_bytes(parts))
+
+    return StreamingResponse(body(), media_type=_MEDIA_TYPES[format])
+
+
+def _next_bytes(parts: Iterator[bytes]) -> bytes:
+    """The next parts together, up to about 256 kB; empty at the end."""
+    taken: list[bytes] = []
+    size = 0
+    for part in parts:
+        taken.append(part)
+        size += len(part)
+        if size >= _STREAM_BYTES:
+            break
+    return b"".join(taken)
 
 
 def _with_error_responses(handler: Handler) -> Handler:

@@ -11,14 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from branchline.core.errors import ExportError, InputError, MessageError
-from branchline.export.samples import Export, ExportPolicy
+from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.runtime.call_record import attempts_of
 from branchline.runtime.managed_session import ManagedSession
+
+SampleFormat = Literal["json", "jsonl", "tree"]
+_JSONL_TYPES = ("application/jsonl", "application/x-ndjson", "application/x-jsonlines")
+
+
+def read_sample_format(params: Sequence[tuple[str, str]], accept: str) -> SampleFormat:
+    """The format of `GET /samples`: the parameter `format`, else JSON lines if the client accepts them."""
+    formats = [value for name, value in params if name == "format"]
+    if not formats:
+        accepted = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
+        return "jsonl" if any(kind in _JSONL_TYPES for kind in accepted) else "json"
+    for known in get_args(SampleFormat):
+        if formats == [known]:
+            found: SampleFormat = known
+            return found
+    raise MessageError("format", formats if len(formats) > 1 else formats[0], "json, jsonl or tree")
 
 
 @dataclass(frozen=True)
@@ -37,8 +53,9 @@ class ExportOptions:
         except ExportError as error:
             raise InputError(str(error)) from error
 
-    def export(self, managed: ManagedSession) -> Export:
-        return managed.export(
+    def export(self, managed: ManagedSession) -> SampleStream | Export:
+        """The samples, to be built one at a time; an Export if there are none."""
+        return managed.export_stream(
             self.policy(managed),
             include_aborted=self.include_aborted,
             keep_calls=attempts_of(managed, self.keep_calls),

@@ -12,8 +12,9 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,7 +27,10 @@ from branchline.gateway.asgi import (
     ClientDisconnectedError,
     StreamWriter,
     bearer_key,
+    find_addresses,
+    identify_agent,
     read_body,
+    to_agent_error_info,
     to_error_info,
 )
 from branchline.gateway.config import GatewayConfig
@@ -47,8 +51,16 @@ from branchline.runtime.call_record import (
     new_call_id,
 )
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER, RESUME_HEADER
+from branchline.runtime.limits import (
+    THREAD_BODY_BYTES,
+    check_item_counts,
+    check_json_values,
+    check_prompt_characters,
+    run_in_prepare_thread,
+)
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.message_cache import parse_json
+from branchline.runtime.request_fields import review_fields
 from branchline.runtime.router import Router
 from branchline.runtime.upstream import run_upstream_call
 
@@ -121,23 +133,26 @@ class _ModelCall:
     async def stream(self, keepalive_s: float) -> None:
         """Sends the answer as it arrives."""
         encoder = self.protocol.stream_encoder(self.parsed, self.record.call_id, self.managed.session.codec)
-        with closing(StreamWriter(self.http, encoder, keepalive_s)) as writer:
+        writer = StreamWriter(self.http, encoder, keepalive_s)
+        try:
             try:
-                try:
-                    async with aclosing(self.events) as events:
-                        async for event in events:
-                            await writer.write(event)
-                except asyncio.CancelledError:
-                    _raise_if_closed(self.managed)
-                    raise
-            except BranchlineError as error:
-                # Before the first event an error is a response with a status; after it, an event.
-                info = to_error_info(error)
-                if not self.http.is_streaming and info.code not in self.protocol.in_stream_errors:
-                    raise
-                self.record.outcome = "failed" if self.http.is_streaming else "refused"
-                self.record.status, self.record.failure = info.status, CallFailure.from_error(error)
-                await writer.write_error(info)
+                async with aclosing(self.events) as events:
+                    async for event in events:
+                        await writer.write(event)
+            except asyncio.CancelledError:
+                _raise_if_closed(self.managed)
+                raise
+        except BranchlineError as error:
+            # Before the first event an error is a response with a status; after it, an event.
+            code = to_error_info(error).code
+            if not self.http.is_streaming and code not in self.protocol.in_stream_errors:
+                raise
+            info = _error_for_agent(error, self.http)
+            self.record.outcome = "failed" if self.http.is_streaming else "refused"
+            self.record.status, self.record.failure = info.status, CallFailure.from_error(error)
+            await writer.write_error(info)
+        finally:
+            writer.keepalive_task.cancel()
 
 
 class ModelApi:
@@ -171,7 +186,7 @@ class ModelApi:
                 info = _routing_error(route.endpoint, http.method)
                 await http.send_json(error_body(info), info.status, info.headers)
         except BranchlineError as error:
-            info = to_error_info(error)
+            info = _error_for_agent(error, http)
             await http.send_json(error_body(info), info.status, info.headers)
         except ClientDisconnectedError:
             pass
@@ -184,7 +199,8 @@ class ModelApi:
         self._access.model_session(route.session_id, bearer_key(http.headers))
         _, _, name = route.endpoint.partition("/")
         # Any name is accepted, so any name exists.
-        names = [name] if name else [*self._router.engine_names, "branchline"]
+        engines = [engine.partition("@")[0] for engine in self._router.engine_names]  # without the address
+        names = [name] if name else [*engines, "branchline"]
         models = (messages if "anthropic-version" in http.headers else chat).model_list(names)
         await http.send_json(models["data"][0] if name else models)
 
@@ -200,11 +216,21 @@ class ModelApi:
         """Prepares the prompt and answers with its length; nothing is sampled or recorded."""
         assert protocol.count_response is not None
         managed = self._access.model_session(route.session_id, bearer_key(http.headers))
-        body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
-        parsed = self._parse(protocol, managed, route, http.headers, body)
-        request = await self._image_fetcher.resolve(parsed.call_request.request, managed.session.tree)
-        turn = await prepare_call(managed, replace(parsed.call_request, request=request))
-        await http.send_json(protocol.count_response(len(turn.prompt_ids)))
+        if self.in_flight >= self._config.max_in_flight:
+            raise SessionError("busy", f"{self.in_flight} generations are running, try again in a moment")
+        self.in_flight += 1
+        try:
+            body, parsed = await self._read_in_thread(protocol, managed, route, http)
+            with http.cancelled_on_disconnect(managed.call_tasks):
+                request = await self._image_fetcher.resolve(parsed.call_request.request, managed.session.tree)
+                call_request = replace(parsed.call_request, request=request, body_bytes=len(body))
+                turn = await prepare_call(managed, call_request)
+                await http.send_json(protocol.count_response(len(turn.prompt_ids)))
+        except asyncio.CancelledError:
+            _raise_if_closed(managed)
+            raise
+        finally:
+            self.in_flight -= 1
 
     async def _handle_call(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
         managed = self._access.model_session(route.session_id, bearer_key(http.headers))
@@ -217,10 +243,15 @@ class ModelApi:
             traceparent=http.headers.get("traceparent", ""),
         )
         http.extra_headers.append((protocol.request_id_header, record.call_id.encode()))
+        record.response_headers = http.extra_headers
         with self._observed(record):
             managed.require_open()
-            body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
-            parsed = self._parse(protocol, managed, route, http.headers, body)
+            size = http.headers.get("content-length", "")
+            if size.isdecimal() and int(size[:20]) < THREAD_BODY_BYTES:
+                body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
+                parsed = self._parse(protocol, managed, route, http.headers, body)
+            else:
+                body, parsed = await self._read_in_thread(protocol, managed, route, http)
             call_request = record.call_request = parsed.call_request
             record.model, record.agent = parsed.model, call_request.request.agent
             if self.in_flight >= self._config.max_in_flight:
@@ -231,12 +262,25 @@ class ModelApi:
                 trainable=engine_route.train,
                 resume_call_id=http.headers.get(RESUME_HEADER, ""),
             )
-            call_request = replace(call_request, request=request)
+            is_forwarded = protocol is CHAT and isinstance(engine_route.engine, UpstreamChat)
+            requested: Mapping[str, Any] = call_request.requested
+            ignored: Mapping[str, Any] = {}
+            is_lenient = self._config.ignore_unknown_fields
+            if call_request.other_fields and not is_forwarded:
+                recorded, ignored = review_fields(call_request.other_fields, ignore_unknown=is_lenient)
+                requested = {**requested, **recorded}
+            call_request = replace(
+                call_request,
+                request=request,
+                body_bytes=len(body),
+                requested=requested,
+                ignored_fields=ignored,
+                ignores_unsupported=is_lenient,
+            )
             if isinstance(engine_route.engine, UpstreamChat):
-                if protocol is CHAT:
+                if is_forwarded:
                     # Only an upstream of the same protocol knows the fields that are not read here.
-                    options = chat.upstream_options(body, managed.options, request.tools)
-                    call_request = replace(call_request, upstream_options=options)
+                    call_request = chat.for_upstream(body, call_request, managed.options)
                 events = run_upstream_call(managed, engine_route.engine, call_request, record)
             else:
                 if self._config.image_urls != "none":
@@ -255,6 +299,16 @@ class ModelApi:
             finally:
                 self.in_flight -= 1
 
+    async def _read_in_thread(
+        self, protocol: WireProtocol[Any], managed: ManagedSession, route: ModelRoute, http: AsgiRequest
+    ) -> tuple[bytes, ParsedRequest]:
+        """Receives and parses a body that may be large. A session has a few of them at a time; the others are
+        not received yet, so that they do not fill the memory."""
+        async with managed.large_bodies:
+            body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
+            parse = partial(self._parse, protocol, managed, route, http.headers, body)
+            return body, await run_in_prepare_thread(managed, parse)
+
     def _parse(
         self,
         protocol: WireProtocol[Any],
@@ -263,8 +317,13 @@ class ModelApi:
         headers: Mapping[str, str],
         data: bytes,
     ) -> ParsedRequest:
+        config = self._config
+        if len(data) > 2 * config.max_json_values:
+            check_json_values(data, config.max_json_values)
         body = parse_json(data, protocol.decode_body)
         fields = body if isinstance(body, dict) else {}
+        if len(data) >= THREAD_BODY_BYTES:
+            check_item_counts(fields, config.max_messages, config.max_tools)
         user = fields.get("user")
         agent, parent = identify_agent(headers)
         agent = (
@@ -284,13 +343,19 @@ class ModelApi:
             agent,
             int(retries[:6]) if retries.isdecimal() and retries.isascii() else 0,
             parent,
-            self._config.default_max_tokens,
+            config.default_max_tokens,
             int(limit) if limit else None,
         )
         parsed: ParsedRequest = protocol.read_request(body, context)
-        count = len(parsed.call_request.request.messages)
-        if count > self._config.max_messages:
-            raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
+        request = parsed.call_request.request
+        if len(request.messages) > config.max_messages:
+            raise MessageError(
+                "messages", f"{len(request.messages)} messages", f"at most {config.max_messages}"
+            )
+        if len(request.tools) > config.max_tools:
+            raise MessageError("tools", f"{len(request.tools)} tools", f"at most {config.max_tools}")
+        if len(data) > config.max_prompt_characters:
+            check_prompt_characters(parsed.call_request, config.max_prompt_characters)
         return parsed
 
     @contextmanager
@@ -327,35 +392,20 @@ def _routing_error(endpoint: str, method: str) -> ErrorInfo:
     return ErrorInfo(405, f"{method}: not for this path", headers={"allow": allowed})
 
 
+def _error_for_agent(error: BranchlineError, http: AsgiRequest) -> ErrorInfo:
+    """The error as its agent gets it; the addresses that it does not get are logged. Not the whole error:
+    an engine may quote the prompt in it."""
+    info = to_agent_error_info(error)
+    if info.message != str(error):
+        request_id = http.extra_headers[0][1].decode() if http.extra_headers else "without an id"
+        addresses = ", ".join(find_addresses(str(error)))
+        log.warning("request %s: %s at %s", request_id, type(error).__name__, addresses)
+    return info
+
+
 def _raise_if_closed(managed: ManagedSession) -> None:
     """Raises SessionError if the current task was cancelled by closing its session."""
     task = asyncio.current_task()
     if managed.is_closed and task is not None:
         task.uncancel()
     managed.require_open()
-
-
-def identify_agent(headers: Mapping[str, str]) -> tuple[str, str]:
-    """The agent that sent a request and the agent that started that one; "" if no header names them.
-
-    Branchline's own headers can name any agent. For known clients only sub-agents are named: a client's first
-    agent is the session's default agent under any name, so that it stays the same agent after a restart. A
-    parent is passed on under the client's name for it; the tree resolves the first agent by exclusion.
-
-    >>> identify_agent({"x-session-id": "s2", "x-parent-session-id": "s1"})
-    ('s2', 's1')
-    """
-    for agent_header, parent_header in (
-        ("x-branchline-agent", "x-branchline-parent-agent"),
-        ("x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
-    ):
-        agent, parent = headers.get(agent_header, ""), headers.get(parent_header, "")
-        if agent or parent:
-            return agent, parent
-    # Codex: a sub-agent's thread id differs from the session id.
-    thread, session = headers.get("thread-id", ""), headers.get("session-id", "")
-    if session and thread not in ("", session):
-        return thread, headers.get("x-codex-parent-thread-id", "")
-    # OpenCode: a sub-agent's session has a parent; the user's own has none.
-    parent = headers.get("x-parent-session-id", "")
-    return (headers.get("x-session-id", ""), parent) if parent else ("", "")

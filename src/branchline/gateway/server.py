@@ -13,16 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import BranchlineError, InputError
@@ -32,6 +27,7 @@ from branchline.export.samples import Export, ExportPolicy
 from branchline.gateway.access import require_loopback
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
+from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
 from branchline.runtime.call_record import CallObserver
 from branchline.runtime.managed_session import (
     ManagedSession,
@@ -44,9 +40,6 @@ from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Durability, Journal
 
 log = logging.getLogger("branchline.gateway")
-
-_DATE_HEADER_S = 1.0
-_SHUTDOWN_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -145,6 +138,8 @@ class Gateway:
     async def start(self) -> None:
         """Starts to listen; when this returns, the port is known and requests are answered."""
         try:
+            if self._journal is not None:
+                await self.app.router.restore(self._journal, self.sessions.max_version)
             await self._listen()
         except BaseException:
             await self.stop()
@@ -155,7 +150,7 @@ class Gateway:
     async def _listen(self) -> None:
         listener = bind_socket(self._host, self._port)
         self._port = listener.getsockname()[1]
-        self._server = UvicornServer(self.app)
+        self._server = UvicornServer(self.app, self.app.config)
         self._server_task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._server_task.done():
             await asyncio.sleep(0)
@@ -214,81 +209,6 @@ class Gateway:
         )
         base_url = f"{self.url}/sessions/{managed.id}/v1"
         return GatewaySession(self.sessions, managed, base_url, api_key, control_key)
-
-
-class UvicornServer(uvicorn.Server):
-    """Serves an app until `stop`; leaves signals to the program.
-
-    Three methods are overridden, because uvicorn handles signals itself and needs up to 0.2 s to stop: it
-    polls ten times a second. The methods and attributes used, here and in `_HttpProtocol`, are the same from
-    uvicorn 0.30 on.
-    """
-
-    def __init__(self, app: Any) -> None:
-        options: dict[str, Any] = {"log_level": "warning", "log_config": None, "access_log": False}
-        super().__init__(uvicorn.Config(app, http=_HttpProtocol, ws="none", lifespan="off", **options))
-        self._stop_requested = asyncio.Event()
-
-    def stop(self) -> None:
-        """Closes the listening sockets; `serve` returns when the requests in progress are answered."""
-        self.should_exit = True
-        self._stop_requested.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        while not await self.on_tick(0):  # sets the date header
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop_requested.wait(), _DATE_HEADER_S)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for listener in sockets or ():
-            listener.close()
-        is_busy = True
-        while is_busy and not self.force_exit:
-            # In every round: a connection may have been accepted just before the listener was closed.
-            for connection in list(self.server_state.connections):
-                connection.shutdown()
-            await asyncio.sleep(_SHUTDOWN_POLL_S)
-            is_busy = bool(self.server_state.connections or self.server_state.tasks)
-
-
-class _HttpProtocol(HttpToolsProtocol):
-    """Reports a disconnect to every request in progress.
-
-    uvicorn reports it only to the last request of a connection. If a client sends its next request before it
-    has the answer to the first and then disconnects, the first call would count as delivered.
-    """
-
-    _open_cycles: tuple[RequestResponseCycle, ...] = ()
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if self.cycle is not None:
-            unfinished = [cycle for cycle in self._open_cycles if not cycle.response_complete]
-            self._open_cycles = (*unfinished, self.cycle)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for cycle in self._open_cycles:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-        self._open_cycles = ()
-        super().connection_lost(exc)
-
-
-def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address; `::` listens on all addresses, IPv4 included."""
-    both = host == "::" and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=both)
-    # Accepted connections inherit it; without it every response waits about 40 ms for an acknowledgement.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 def _http_url(host: str, port: int) -> str:

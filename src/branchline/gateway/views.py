@@ -5,6 +5,7 @@ Views of a tree run in threads: each reads a snapshot, and calls continue meanwh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,9 @@ from branchline.core.message import Message
 from branchline.core.reader import write_message
 from branchline.core.token_arrays import Floats
 from branchline.export.jsonl import report_to_json, sample_to_json
-from branchline.gateway.export_options import ExportOptions
+from branchline.export.samples import Export, SampleStream
+from branchline.export.tree_lines import tree_lines
+from branchline.gateway.export_options import ExportOptions, SampleFormat
 from branchline.runtime.managed_session import ManagedSession
 from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.timeline import Timeline, timelines_of
@@ -44,8 +47,10 @@ def session_view(managed: ManagedSession) -> dict[str, Any]:
 
 
 def tree_view(managed: ManagedSession) -> dict[str, Any]:
-    """Every node, with the cause of the branch it begins."""
-    return {"nodes": _node_views(managed.session.snapshot())}
+    """Every node, with the cause of the branch it begins, and how each call was sampled."""
+    tree = managed.session.snapshot()
+    calls = [{"id": call.id, "agent": call.agent, "sampling": call.sampling} for call in tree.calls]
+    return {"nodes": _node_views(tree), "calls": calls}
 
 
 def _node_views(tree: Tree) -> list[dict[str, Any]]:
@@ -129,18 +134,47 @@ def trajectory_view(managed: ManagedSession) -> dict[str, Any]:
 
 def samples_view(managed: ManagedSession, options: ExportOptions) -> dict[str, Any]:
     """The samples of the session as it is now, and the report on every sampled token."""
-    export = options.export(managed)
+    stream = options.export(managed)
     # A trainer reads line by line, so each sample carries its group and metadata.
     fields = {"group": managed.options.group, "metadata": managed.options.metadata}
     written_digests: set[str] = set()
-    return {
-        "samples": [{**sample_to_json(sample, written_digests), **fields} for sample in export.samples],
-        "report": report_to_json(export.report),
-    }
+    samples = stream.samples if isinstance(stream, Export) else stream
+    rows = [{**sample_to_json(sample, written_digests), **fields} for sample in samples]
+    return {"samples": rows, "report": report_to_json(stream.report)}
+
+
+def sample_parts(managed: ManagedSession, options: ExportOptions, format: SampleFormat) -> Iterator[bytes]:
+    """Yields the body of `GET /samples` in parts, each when it is asked for: one part per sample or node.
+
+    `json` is one object, `jsonl` a line per sample and one for the report, `tree` the lines of
+    `export/tree_lines.py`.
+    """
+    stream = options.export(managed)
+    fields = {"group": managed.options.group, "metadata": managed.options.metadata}
+    if format == "tree" and isinstance(stream, SampleStream):
+        for line in tree_lines(stream, fields):
+            yield msgspec.json.encode(line) + b"\n"
+        return
+    is_json = format == "json"
+    separator = b'{"samples":[' if is_json else b""
+    written_digests: set[str] = set()
+    for sample in stream.samples if isinstance(stream, Export) else stream:
+        row = msgspec.json.encode({**sample_to_json(sample, written_digests), **fields})
+        yield separator + row + (b"" if is_json else b"\n")
+        separator = b"," if is_json else b""
+    report = msgspec.json.encode(report_to_json(stream.report))
+    if is_json:
+        yield (b"" if separator == b"," else separator) + b'],"report":' + report + b"}"
+    else:
+        yield b'{"report":' + report + b"}\n"
 
 
 def report_view(managed: ManagedSession, options: ExportOptions) -> dict[str, Any]:
-    return report_to_json(options.export(managed).report)
+    stream = options.export(managed)
+    if isinstance(stream, SampleStream):
+        for _ in stream:  # the report counts the samples
+            pass
+    return report_to_json(stream.report)
 
 
 def _nan_to_none(logprobs: Floats) -> list[float | None]:

@@ -232,8 +232,8 @@ class HttpModel:
                 status, content = await response.read()
             finally:
                 await response.close()
-            if not await retry.wait_to_retry(status, response.retry_after):
-                raise error_from_response(status, content, response.retry_after)
+            if not await retry.wait_to_retry(status, response.headers.get("retry-after", "")):
+                raise error_from_response(status, content, response.headers.get("retry-after", ""))
 
 
 class Retry:
@@ -288,8 +288,8 @@ async def _request_json(send: Callable[[], HttpResponse], kind: type[T], retry_t
             await response.close()
         if status // 100 == 2:
             return decode_response(content, kind)
-        if not await retry.wait_to_retry(status, response.retry_after):
-            raise error_from_response(status, content, response.retry_after)
+        if not await retry.wait_to_retry(status, response.headers.get("retry-after", "")):
+            raise error_from_response(status, content, response.headers.get("retry-after", ""))
 
 
 def _query_text(value: Any) -> str:

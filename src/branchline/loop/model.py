@@ -36,6 +36,7 @@ from branchline.runtime.call_record import (
     new_call_id,
 )
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.request_fields import READ_FIELDS, review_fields
 from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
@@ -280,6 +281,8 @@ class SessionModel:
         is_limited = params.get("max_tokens") is not None
         limit = read_int(params, "max_tokens", 1, 1, 2**31) if is_limited else None
         fields = merge_sampling(dict(params), self.managed.options)
+        other_fields = {name: fields[name] for name in fields.keys() - READ_FIELDS["chat/completions"]}
+        requested, _ = review_fields(other_fields, ignore_unknown=False)
         template = fields.get("chat_template_kwargs", {})
         if not isinstance(template, Mapping):
             raise MessageError("chat_template_kwargs", template, "an object or null")
@@ -296,4 +299,6 @@ class SessionModel:
             stream=True,
             stop=read_strings(fields, "stop"),
             single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
+            other_fields=other_fields,
+            requested=requested,
         )

@@ -16,7 +16,7 @@ import msgspec
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.reader import read_messages, replace_surrogates_deep
-from branchline.runtime.sampling import SAMPLING_FIELDS
+from branchline.runtime.request_fields import SAMPLING_FIELDS
 
 KeptPart = Literal["head", "tail", "both"]
 TruncateUnit = Literal["tokens", "characters"]

@@ -9,8 +9,9 @@ generation, so a stop text works with every engine and across a pause.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -31,6 +32,10 @@ class AnswerDelta(Struct, frozen=True):
     deltas: Sequence[MessageDelta]
     ids: Ids = NO_IDS
     logprobs: Floats | None = None
+    extra: Mapping[str, Any] | None = None
+    """Further fields of an upstream's message."""
+    logprob_entries: Sequence[Mapping[str, Any]] = ()
+    """The logprobs of an upstream's tokens, as it wrote them."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class Answer:
     """The policy versions that sampled it, ascending; empty if not known."""
     num_preempted: int = 0
     """How often the engine interrupted and continued it."""
+    logprob_entries: Sequence[Mapping[str, Any]] = ()
+    """The logprobs of an upstream's tokens, as it wrote them."""
 
 
 def new_tool_call_id() -> str:

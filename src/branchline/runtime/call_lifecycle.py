@@ -15,15 +15,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.context_edits import build_view
 from branchline.core.errors import ContextLengthError, EngineInputError, JournalError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, MIN_TEMPERATURE, Engine, SamplingParams
-from branchline.engines.upstream_chat import TokenUsage
+from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
+from branchline.engines.upstream_events import TokenUsage
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta
 from branchline.runtime.call_record import (
     ATTEMPT_SEPARATOR,
@@ -34,17 +33,21 @@ from branchline.runtime.call_record import (
     new_call_id,
 )
 from branchline.runtime.compaction import build_edit, compacted_prefix, plan_edit, summary_prompt
-from branchline.runtime.limits import reserve_tokens
+from branchline.runtime.limits import reserve_tokens, run_in_prepare_thread
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.request_fields import check_recordable
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
-from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, check_supported, sampling_record
 from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
 
-_THREAD_CHARACTERS = 50_000
-"""Requests with more text than this are prepared in a thread, so that the event loop is not blocked."""
+_THREAD_CHARACTERS = 10_000
+"""Requests with more text than this are prepared in a thread: neither is the event loop blocked, nor do many
+concurrent calls of one session delay those of others."""
+_THREAD_BODY_BYTES = 40_000
+"""So are requests with a larger body: it may be tools."""
 
 
 async def run_call(
@@ -64,7 +67,18 @@ async def run_call(
     resumes = request.resume_call_id
     if not resumes and ATTEMPT_SEPARATOR in record.call_id:
         resumes = await find_earlier_attempt(managed, record.call_id)
+    if call_request.params.requested_fields:
+        call_request = check_supported(engine, call_request)
     sampling = sampling_record(engine, call_request.params)
+    requested = dict(call_request.requested)
+    if call_request.tool_choice not in (None, "none"):
+        requested["tool_choice"] = call_request.tool_choice
+    if requested:
+        sampling["requested"] = requested
+    if call_request.ignored_fields:
+        sampling["ignored_fields"] = dict(call_request.ignored_fields)
+    if requested or call_request.other_fields or call_request.params.requested_fields:
+        check_recordable(sampling)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
     with managed.count_call(record.call_id, resumes):
         is_conversation = call_request.raw_prompt is None and not call_request.is_compacted
@@ -132,7 +146,10 @@ async def prepare_call(
     else:
         prepare = partial(_prepare_raw_prompt, session, request, prompt)
         length = len(prompt)
-    turn = prepare() if length < _THREAD_CHARACTERS else await asyncio.to_thread(prepare)
+    if length < _THREAD_CHARACTERS and call_request.body_bytes < _THREAD_BODY_BYTES:
+        turn = prepare()
+    else:
+        turn = await run_in_prepare_thread(managed, prepare)
     if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
         raise ContextLengthError.for_prompt(len(turn.prompt_ids), max_prompt_tokens)
     return turn
@@ -168,7 +185,8 @@ async def _compact(managed: ManagedSession, engine: Engine, call_request: CallRe
     request, codec = call_request.request, managed.session.codec
     view, edits = managed.compactions.view(request.messages, request.agent)
     policy = managed.options.compaction.build_policy()
-    compaction = await asyncio.to_thread(plan_edit, policy, view, codec, excess)
+    plan = partial(plan_edit, policy, view, codec, excess)
+    compaction = await run_in_prepare_thread(managed, plan)
     if compaction is None:
         return False
     summary = ""
@@ -202,15 +220,18 @@ async def commit_call(
     """
     managed.require_open()
     committed = managed.session.commit(turn, *generations, call_id=record.call_id)
-    if committed.durable is not None and not committed.durable.done():
+    durable = committed.durable
+    if durable is not None and (not durable.done() or durable.exception() is not None):
         try:
-            await asyncio.wrap_future(committed.durable)
+            await asyncio.wrap_future(durable)
         except asyncio.CancelledError:
             # The journal will have the call, but its caller has gone.
             record_delivery(managed, committed.call, Delivery.LOST)
             raise
         except JournalError:
-            # The journal does not have the call and its caller will not get it: it must not be trained.
+            # Its caller will not get it, so it must not be trained: neither now nor, if the journal recovers
+            # and has the call after all, after a restart.
+            record_delivery(managed, committed.call, Delivery.LOST)
             managed.session.tree.apply(Delivered(committed.call.index, Delivery.LOST))
             raise
     managed.last_used = time.monotonic()
@@ -222,6 +243,7 @@ def record_result(
     record: CallRecord, call: Call, turn: Turn, answers: Sequence[Answer], usage: TokenUsage | None = None
 ) -> CallResult:
     """Returns the result of a committed call and keeps it in its record."""
+    counted = usage
     usage = usage or TokenUsage(len(turn.prompt_ids), sum([len(answer.ids) for answer in answers]))
     record.result = CallResult(
         call.id,
@@ -233,6 +255,7 @@ def record_result(
         max(0, usage.prompt_tokens - call.encoded_tokens),
         tuple([applied.equivalence for applied in call.applied_equivalences]),
         call.ambiguous_match,
+        counted,
     )
     return record.result
 
@@ -257,28 +280,6 @@ def _commit_cancelled(
 
 
 # -- sampling ----------------------------------------------------------------------------------------
-
-
-def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
-    """How a call is sampled and its logprobs are measured, for the record: `LogprobMeasurement` reads it."""
-    is_raw, is_greedy = engine.logprob_kind == "raw", params.temperature < MIN_TEMPERATURE
-    processed_temperature = engine.greedy_logprob_temperature if is_greedy else params.temperature
-    return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
-        "seed": params.seed,
-        "max_tokens": None if params.max_tokens == NO_LIMIT else params.max_tokens,
-        # A grammar masks tokens before logprobs are measured, even in an engine whose logprobs are raw.
-        "logprobs": "processed" if params.grammar is not None else engine.logprob_kind,
-        "measured_temperature": 1.0 if is_raw else processed_temperature,
-        "is_truncated": False if is_raw else engine.logprobs_after_truncation,
-        "engine": engine.name,
-    }
 
 
 def _answer_builders(managed: ManagedSession, call_request: CallRequest, call_id: str) -> list[AnswerBuilder]:
@@ -314,10 +315,15 @@ def _engine_params(
         max_tokens = min(max_tokens, max_context - length)
     # A stop text or a tool call can end an answer early; buffered tokens would be sampled for nothing.
     may_end_early = bool(call_request.stop) or call_request.single_tool_call
+    params, stop_ids = call_request.params, managed.session.codec.stop_ids
+    if params.requested_fields:
+        stop_ids = (frozenset() if params.ignore_eos else stop_ids).union(params.stop_token_ids)
     return replace(
-        call_request.params,
+        params,
         max_tokens=max_tokens,
-        stop_ids=tuple(sorted(managed.session.codec.stop_ids)),
+        min_tokens=min(params.min_tokens, max_tokens),
+        stop_ids=tuple(sorted(stop_ids)),
+        vocab_size=managed.session.codec.vocab_size,
         flush_s=flush_s if call_request.stream or may_end_early else BUFFERED_FLUSH_S,
     )
 

@@ -18,6 +18,7 @@ from branchline.core.errors import JournalError, MessageError, SessionError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Floats, Ids
 from branchline.engines.base import SamplingParams
+from branchline.engines.upstream_events import TokenUsage
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.headers import CALL_HEADER
 from branchline.runtime.managed_session import ManagedSession
@@ -82,9 +83,24 @@ class CallRequest:
     """Whether the conversation is used as it is, whatever the session's `compaction` says."""
     tool_choice: object = None
     """The `tool_choice` of Chat Completions, for an upstream. Engines leave the choice to the model."""
+    other_fields: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the request that its protocol does not read."""
+    requested: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that engines here cannot follow; they are recorded."""
+    ignored_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Unsupported fields of a lenient client; they are recorded."""
+    ignores_unsupported: bool = False
+    """Whether fields that the engine does not support are ignored instead of refused."""
+    upstream_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of another protocol that an upstream gets, under their names in Chat Completions."""
     upstream_options: Mapping[str, Any] | None = None
     """The other fields of a Chat Completions request for an upstream, as the client wrote them. Its `tools`
     are those that the upstream runs itself. None: the fields are made from `params`."""
+    body_bytes: int = 0
+    """The size of the request's body; 0 if it had none."""
+    upstream_messages: Sequence[Mapping[str, Any]] | None = None
+    """The messages of a Chat Completions request for an upstream, as the client wrote them. None: they are
+    made from the request."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,8 @@ class CallResult:
     """What was tolerated to recognise messages of the request, once for each message."""
     ambiguous_match: bool = False
     """Several recorded outputs matched an assistant message of the request."""
+    upstream_usage: TokenUsage | None = None
+    """The counts of an upstream; None if Branchline counted."""
 
     @property
     def version_range(self) -> tuple[int, int] | None:
@@ -195,6 +213,8 @@ class CallRecord:
     outcome: Outcome = "ok"
     status: int = 200
     failure: CallFailure | None = None
+    response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Headers of the response. Those of an upstream are added when its response begins."""
     traceparent: str = ""
     """The client's own trace, if it sent one."""
     started_at: float = field(default_factory=time.time)

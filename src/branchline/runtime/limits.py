@@ -1,19 +1,49 @@
-"""Enforces the limit of a session on the tokens that it may sample.
+"""Enforces what a session may use: tokens that it may sample, threads that prepare its prompts.
 
 Calls of a session run concurrently. So the tokens that a call may sample are reserved before it samples: all
-calls together never exceed the limit.
+calls together never exceed the limit. The size of a request is checked before work is spent on it. Long
+prompts are prepared in threads of their own, which neither the control API nor the journal uses, and one
+session never occupies all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
-from branchline.core.errors import SessionError
+import msgspec
+
+from branchline.core.errors import MessageError, SessionError
 from branchline.engines.base import Chunk
 from branchline.runtime.call_record import CallRequest
-from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.managed_session import MAX_THREADS, ManagedSession
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
+
+Result = TypeVar("Result")
+
+THREAD_BODY_BYTES = 100_000
+"""Bodies of this size and more are parsed in a thread, so that the event loop is not blocked."""
+
+_COUNT_BYTES = 1 << 18
+_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_prepare_threads = ThreadPoolExecutor(2 * MAX_THREADS, thread_name_prefix="branchline-prepare")
+
+
+async def run_in_prepare_thread(managed: ManagedSession, function: Callable[[], Result]) -> Result:
+    """Runs a function that parses or prepares a request, when the session has a free thread.
+
+    A caller that is cancelled does not end the work of a thread, which keeps counting for the session.
+    """
+    await managed.thread_slots.acquire()
+    work = asyncio.get_running_loop().run_in_executor(_prepare_threads, function)
+    work.add_done_callback(lambda _: managed.thread_slots.release())
+    try:
+        return await asyncio.shield(work)
+    finally:
+        del work  # has the error whose traceback has this frame: such a cycle would keep a body in memory
 
 
 @contextmanager
@@ -68,3 +98,47 @@ def _tokens_to_reserve(
         # A call without a limit of its own must leave tokens to concurrent calls.
         max_tokens = min(max_tokens, max(FALLBACK_MAX_TOKENS, free // 2))
     return max(0, min(free, max_tokens))
+
+
+# -- size of a request -------------------------------------------------------------------------------
+
+
+def check_json_values(data: bytes, limit: int) -> None:
+    """Raises MessageError if a body may have more JSON values than this; nothing is decoded."""
+    count = 0
+    for start in range(0, len(data), _COUNT_BYTES):  # in parts, so that the event loop can run in between
+        end = start + _COUNT_BYTES
+        count += data.count(b",", start, end) + data.count(b"[", start, end) + data.count(b"{", start, end)
+        if count > limit:
+            problem = f"more than {limit} commas and opening brackets"
+            raise MessageError("body", problem, f"at most {limit}")
+
+
+def check_item_counts(fields: Mapping[str, Any], max_messages: int, max_tools: int) -> None:
+    """Raises MessageError if a body has too many messages or tools; they are counted before they are read."""
+    for name, limit in (
+        ("messages", max_messages),
+        ("input", max_messages),
+        ("tools", max_tools),
+        ("functions", max_tools),
+    ):
+        items = fields.get(name)
+        if isinstance(items, msgspec.Raw):
+            try:
+                items = _items_decoder.decode(items)
+            except msgspec.DecodeError:
+                continue  # the protocol's own error says what is wrong
+        if isinstance(items, list) and len(items) > limit:
+            raise MessageError(name, f"{len(items)} items", f"at most {limit}")
+
+
+def check_prompt_characters(call_request: CallRequest, limit: int) -> None:
+    """Raises MessageError if messages and tools have more text than this; images do not count."""
+    request, prompt = call_request.request, call_request.raw_prompt
+    count = len(prompt) if isinstance(prompt, str) else 0
+    for message in request.messages:
+        count += len(message.content) + len(message.reasoning_content)
+        count += sum(len(call.arguments) for call in message.tool_calls)
+    count += sum(len(msgspec.json.encode(tool)) for tool in request.tools)
+    if count > limit:
+        raise MessageError("messages", f"{count} characters", f"at most {limit} in messages and tools")

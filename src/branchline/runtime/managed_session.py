@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,12 +20,12 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.sample import DropReason, ExportReport
-from branchline.engines.base import SamplingParams
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
-from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
+from branchline.export.samples import Export, ExportPolicy, SampleStream, export_nothing
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
+from branchline.runtime.request_fields import CONSTRAINT_FIELDS, SAMPLING_FIELDS
 from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
@@ -33,11 +33,10 @@ from branchline.tree.tree import Delivered, TreeDelta, decode_array, encode_reco
 
 log = logging.getLogger("branchline.sessions")
 
-SESSION_SAMPLING_FIELDS = frozenset(
-    {field.name for field in fields(SamplingParams)} - {"stop_ids", "grammar", "extra", "flush_s"}
-    | {"n", "response_format", "stop"}
-)
+SESSION_SAMPLING_FIELDS = CONSTRAINT_FIELDS | {*SAMPLING_FIELDS, "max_tokens", "n", "stop"}
 """The fields that a session's `sampling` and `sampling_defaults` may have."""
+MAX_THREADS = 2
+"""How many threads work for one session at the same time."""
 SessionState = Literal["open", "completed", "finalized", "aborted"]
 CLOSED_STATES: tuple[SessionState, ...] = ("finalized", "aborted")
 
@@ -156,6 +155,14 @@ class ManagedSession:
     """Tokens that running calls may still sample; 0 without a limit."""
     call_tasks: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     """Tasks of running calls, cancelled when the session is closed."""
+    thread_slots: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_THREADS), repr=False
+    )
+    """Limits the work in threads for this session, so that it does not delay other sessions."""
+    large_bodies: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_THREADS), repr=False
+    )
+    """Limits the large request bodies of this session that are being received or parsed."""
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
     compactions: SessionCompactions = field(default_factory=SessionCompactions, repr=False)
     """The edits of conversations that the session has compacted."""
@@ -331,6 +338,19 @@ class ManagedSession:
         calls that are exported although they were cancelled. Reads a snapshot of the tree, so it may run in a
         thread.
         """
+        stream = self.export_stream(policy, include_aborted=include_aborted, keep_calls=keep_calls)
+        if isinstance(stream, Export):
+            return stream
+        return Export(list(stream), stream.report, frozenset(stream.counts))
+
+    def export_stream(
+        self,
+        policy: ExportPolicy | None = None,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Iterable[str] = (),
+    ) -> SampleStream | Export:
+        """Does what `export` does, one sample at a time; an Export if there are none."""
         policy = policy or self.default_export_policy
         policy = replace(policy, keep_calls=policy.keep_calls.union(keep_calls))
         tree = self.session.snapshot()
@@ -341,13 +361,7 @@ class ManagedSession:
         if not tree.calls:
             return Export([], ExportReport(0, 0))
         rewards = self.rewards[:]
-        return export_samples(
-            tree,
-            policy,
-            session=self.id,
-            reward=session_reward(rewards),
-            rewards=rewards,
-        )
+        return SampleStream(tree, policy, session=self.id, reward=session_reward(rewards), rewards=rewards)
 
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None

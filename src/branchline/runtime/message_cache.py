@@ -19,6 +19,8 @@ from branchline.core.reader import decode_json
 
 Parsed = TypeVar("Parsed")
 _digest = xxhash.xxh3_128_digest
+_decode_raw_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_raw_items = msgspec.json.Decoder(list[Raw] | None).decode
 _FIELD_SEED = 1
 """Keeps the digest of a field apart from that of an item with the same bytes."""
 
@@ -49,6 +51,7 @@ class BodyReader:
                 (items_field, list[Raw] | None, None),
                 *((name, Raw, msgspec.field(default=Raw())) for name in (*fields, *raw_fields)),
             ],
+            forbid_unknown_fields=True,
         )
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(shape)
 
@@ -57,13 +60,24 @@ class BodyReader:
         try:
             found = self._decoder.decode(data)
         except msgspec.DecodeError:
-            return decode_json(data)
+            return self._read_unknown(data)
         body: dict[str, Any] = {
             name: decode_json(raw) for name in self._fields if (raw := getattr(found, name))
         }
         body.update((name, raw) for name in self._raw_fields if (raw := getattr(found, name)))
         body[self._items_field] = getattr(found, self._items_field)
         return body
+
+    def _read_unknown(self, data: bytes) -> object:
+        """A body with fields that are not among `fields`; they are decoded too."""
+        try:
+            body = _decode_raw_fields(data)
+            items = _decode_raw_items(body.get(self._items_field, b"null"))
+        except msgspec.DecodeError:
+            return decode_json(data)
+        raw_names = {self._items_field, *self._raw_fields}
+        decoded = {name: raw if name in raw_names else decode_json(raw) for name, raw in body.items()}
+        return {**decoded, self._items_field: items}
 
 
 class MessageCache:

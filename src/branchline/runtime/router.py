@@ -2,21 +2,35 @@
 
 Clients may send any model name. Without rules every call goes to the default engine and is trained. Engines
 work with the session's tokens; an upstream works with text, so its calls are never exact.
+
+With a journal, the policy version, a pause and added replicas survive a restart. Versions only grow: each is
+in the journal before its first token is sampled. A gateway that was killed during a weight update starts
+paused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from branchline.core.errors import InputError, MessageError
+import msgspec
+from msgspec import structs
+
+from branchline.core.errors import BranchlineError, InputError, JournalError, MessageError
 from branchline.engines.base import Engine
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
+from branchline.tree.journal import Journal
 
+log = logging.getLogger("branchline.policy")
+
+POLICY_RECORDS = "$policy"
+"""The name under which the journal has the records of this module; no session can have it."""
 _YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
 
 
@@ -62,6 +76,32 @@ class Route:
     train: bool = True
 
 
+class PolicyState(msgspec.Struct, frozen=True, array_like=True, tag="policy"):
+    """The policy version and whether generation is paused; the last record counts."""
+
+    version: int
+    paused: bool
+
+
+class ReplicaAdded(msgspec.Struct, frozen=True, array_like=True, tag="replica_added"):
+    """A replica was added, under the name that its engine has."""
+
+    name: str
+    url: str
+    is_current: bool
+    """Whether it has the weights of the policy; if not, the next update gives it these."""
+
+
+class ReplicaRemoved(msgspec.Struct, frozen=True, array_like=True, tag="replica_removed"):
+    """A replica was removed."""
+
+    name: str
+
+
+PolicyRecord = PolicyState | ReplicaAdded | ReplicaRemoved
+_decoder: msgspec.msgpack.Decoder[PolicyRecord] = msgspec.msgpack.Decoder(PolicyRecord)
+
+
 class Router:
     """The engines of a gateway: the default one and those that rules name."""
 
@@ -80,6 +120,7 @@ class Router:
         self._named_engines = dict(named_engines or {})
         self._create_replica = create_replica
         self._lock = asyncio.Lock()
+        self._journal: Journal | None = None
         self.paused = False
         """True from the request for a pause until a resume has succeeded."""
         self._default_route = Route(engine)
@@ -124,6 +165,7 @@ class Router:
         if self._policy is None:
             return
         async with self._lock:
+            await self._append_record(PolicyState(self.version, paused=True))
             self.paused = True
             await self._policy.pause()
 
@@ -132,10 +174,74 @@ class Router:
         if self._policy is None:
             return
         async with self._lock:
-            if version is not None and version < self.version:
-                raise MessageError("version", version, f"{self.version}, the version of now, or a later one")
-            await self._policy.resume(version)
+            before = self.version
+            if version is not None and version < before:
+                raise MessageError("version", version, f"{before}, the version of now, or a later one")
+            if version is not None and version != before:
+                # Before its first token: after a kill in between, the version is not given out again.
+                await self._append_record(PolicyState(version, paused=True))
+            try:
+                await self._policy.resume(version)
+            except BaseException:
+                with suppress(
+                    JournalError
+                ):  # then a restart is paused, and asks for this version or a later one
+                    await self._append_record(PolicyState(before, self.paused))
+                raise
+            await self._append_record(PolicyState(self.version, paused=False))
             self.paused = False
+
+    async def restore(self, journal: Journal, min_version: int = 0) -> None:
+        """Continues with the policy version, the pause and the added replicas that a journal has, and records
+        their changes in it from now on. Call it once, before the first request.
+
+        `min_version` is the highest version of recorded tokens, for a journal without records of versions.
+        """
+        state, added = PolicyState(0, paused=False), dict[str, ReplicaAdded]()
+        try:
+            for record in map(_decoder.decode, journal.read(POLICY_RECORDS)):
+                if isinstance(record, ReplicaAdded):
+                    added[record.name] = record
+                elif isinstance(record, ReplicaRemoved):
+                    added.pop(record.name, None)
+                else:
+                    if record.version > state.version:
+                        added = {name: structs.replace(one, is_current=True) for name, one in added.items()}
+                    state = record
+        except (JournalError, msgspec.DecodeError) as error:
+            log.error("the records of the policy are damaged, so generation starts paused: %s", error)
+            state = PolicyState(state.version, paused=True)
+        if self._policy is None:
+            return
+        version = max(state.version, min_version)
+        if version > self.version:
+            log.warning("continuing at policy version %d; the engine must have these weights", version)
+            await self._policy.resume(version)
+        if state.paused:
+            self.paused = True
+            await self._policy.pause()
+            log.warning(
+                "generation is paused, as it was when the gateway ended; POST /policy/resume continues"
+            )
+        for replica in added.values():
+            await self._restore_replica(replica, version)
+        self._journal = journal
+        if version != state.version:
+            await self._append_record(PolicyState(version, state.paused))
+
+    async def _restore_replica(self, added: ReplicaAdded, version: int) -> None:
+        """Adds a replica again; one whose server does not answer is logged and left out."""
+        known = self.default_engine.engines if isinstance(self.default_engine, Replicas) else ()
+        if added.name in [engine.name for engine in known]:
+            return
+        try:
+            await self.add_replica(added.url, version if added.is_current else None)
+        except BranchlineError as error:
+            log.error("replica %s was not added again: %s", added.name, error)
+
+    async def _append_record(self, record: PolicyRecord) -> None:
+        if self._journal is not None:
+            await asyncio.wrap_future(self._journal.append(POLICY_RECORDS, msgspec.msgpack.encode(record)))
 
     async def close(self) -> None:
         await asyncio.gather(
@@ -177,6 +283,7 @@ class Router:
         except BaseException:
             await engine.close()
             raise
+        await self._append_record(ReplicaAdded(engine.name, url, engine.name not in replicas.stale))
 
     async def remove_replica(self, name: str) -> None:
         """Removes a replica; its calls continue on others. Raises InputError for the last one in use."""
@@ -186,6 +293,7 @@ class Router:
         if in_use == [name]:
             raise InputError(f"engines: {name} is the last one in use; add another before it is removed")
         await replicas.remove(name)
+        await self._append_record(ReplicaRemoved(name))
 
     def _require_replicas(self) -> Replicas:
         if not isinstance(self.default_engine, Replicas):

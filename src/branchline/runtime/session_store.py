@@ -3,6 +3,9 @@
 On start the journal is replayed and open sessions continue. Closed sessions stay readable: with a journal
 the latest of them stay in memory and older ones are read back on demand. Without a journal no session is
 evicted unless asked, because it would be lost.
+
+A session with a damaged record in the journal is quarantined: it is neither read nor continued, because what
+follows the damage has lost its context. All others start. Its records stay in the journal.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import datetime
 
+import msgspec
+
 from branchline.chat.base import Codec, HistoryPolicy
-from branchline.core.errors import JournalError, MessageError, SessionError
+from branchline.core.errors import JournalError, MessageError, SessionError, TreeError
 from branchline.runtime.managed_session import (
     ManagedSession,
     SessionObserver,
@@ -27,9 +33,12 @@ from branchline.runtime.managed_session import (
     decode_session_record,
     hash_key,
 )
+from branchline.runtime.router import POLICY_RECORDS
+from branchline.runtime.sampling import check_session_sampling
 from branchline.tree.journal import Journal
+from branchline.tree.journal_file import DamagedRecord
 from branchline.tree.session import Session
-from branchline.tree.tree import Tree, encode_record
+from branchline.tree.tree import Tree, TreeDelta, encode_record
 
 log = logging.getLogger("branchline.sessions")
 
@@ -59,6 +68,10 @@ class SessionStore:
         self._open_lock = threading.Lock()
         self._opening_ids: set[str] = set()
         self._default_number = 1
+        self.quarantined: dict[str, str] = {}
+        """Why a session cannot be used, by its id."""
+        self.max_version = 0
+        """The highest policy version of all tokens in the journal."""
         self.stopping = asyncio.Event()
         """Set when the process stops: ends every `wait_until_ended`."""
         self.on_session_end: list[SessionObserver] = []
@@ -75,15 +88,20 @@ class SessionStore:
         """The number of sessions in memory."""
         return len(self._by_id)
 
+    @property
+    def journal_failure(self) -> JournalError | None:
+        """Why the journal takes no records; None if it does, or if there is none."""
+        return None if self._journal is None else self._journal.failure
+
     # -- opening and finding -------------------------------------------------------------------------
 
     def open(self, options: SessionOptions) -> tuple[ManagedSession, str, str]:
         """Opens a session; returns it with its API key and its control key, which are not stored."""
         session_id = options.id or secrets.token_hex(8)
-        if not _is_valid_id(session_id):
-            raise MessageError(
-                "id", session_id, "letters, digits, '-', '_' or '.', at most 128, and not dots alone"
-            )
+        if not _is_valid_id(session_id) or session_id == "v1":  # `/sessions/v1/…` would be ambiguous
+            expected = "letters, digits, '-', '_' or '.', at most 128, and neither dots alone nor v1"
+            raise MessageError("id", session_id, expected)
+        check_session_sampling(options)
         api_key, control_key = "sk-bl-" + secrets.token_urlsafe(24), "ck-bl-" + secrets.token_urlsafe(24)
         opened = SessionOpened(options, hash_key(api_key), hash_key(control_key), time.time())
         with self._open_lock:
@@ -126,10 +144,11 @@ class SessionStore:
         if managed is not None:
             return managed
         if self._journal is not None and _is_valid_id(session_id):
-            first = next(iter(self._journal.read(session_id)), None)
-            record = None if first is None else decode_session_record(first)
-            if isinstance(record, SessionOpened):
-                return record
+            with suppress(JournalError):  # the first record, which has its keys, is damaged
+                first = next(iter(self._journal.read(session_id)), None)
+                record = None if first is None else decode_session_record(first)
+                if isinstance(record, SessionOpened):
+                    return record
         raise SessionError("unknown", f"no session {session_id!r}")
 
     def get(self, session_id: str) -> ManagedSession:
@@ -142,7 +161,14 @@ class SessionStore:
     def _find(self, session_id: str) -> ManagedSession | None:
         managed = self._by_id.get(session_id)
         if managed is None and self._journal is not None and _is_valid_id(session_id):
-            self._replay((session_id, data) for data in self._journal.read(session_id))
+            if session_id not in self.quarantined:
+                try:
+                    self._replay((session_id, data) for data in self._journal.read(session_id))
+                except JournalError as error:
+                    self._quarantine(session_id, str(error))
+            if session_id in self.quarantined:
+                problem = self.quarantined[session_id]
+                raise SessionError("closed", f"session {session_id} is quarantined: {problem}")
             managed = self._by_id.get(session_id)
         return managed
 
@@ -212,6 +238,8 @@ class SessionStore:
             self._by_api_key.pop(managed.api_key_hash, None)
 
     def _is_journaled(self, session_id: str) -> bool:
+        if session_id in self.quarantined:
+            return True
         return self._journal is not None and next(iter(self._journal.read(session_id)), None) is not None
 
     def _add(self, session_id: str, opened: SessionOpened) -> ManagedSession:
@@ -238,24 +266,50 @@ class SessionStore:
         self._by_api_key[opened.api_key_hash] = managed
         return managed
 
-    def _replay(self, records: Iterable[tuple[str, bytes]]) -> None:
+    def _replay(self, records: Iterable[tuple[str, bytes | DamagedRecord]]) -> None:
         """Restores sessions from their records; closed ones may be evicted while it runs."""
         opened: set[str] = set()
         for session_id, data in records:
-            record = decode_session_record(data)
-            if isinstance(record, SessionOpened):
-                opened.add(session_id)
-                self._add(session_id, record)
+            if session_id == POLICY_RECORDS or session_id in self.quarantined:
                 continue
-            if session_id not in opened:
-                raise JournalError(f"session {session_id}: a record before the one that opened it")
-            managed = self._by_id.get(session_id)
-            if managed is None:
-                # Evicted since it was closed; this record is read when the session is read back.
+            try:
+                if isinstance(data, DamagedRecord):
+                    raise JournalError(str(data))
+                record = decode_session_record(data)
+                if isinstance(record, SessionOpened):
+                    opened.add(session_id)
+                    self._add(session_id, record)
+                    continue
+                if session_id not in opened:
+                    raise JournalError("a record before the one that opened the session")
+                if isinstance(record, TreeDelta):
+                    versions = [
+                        run[1] for node in record.nodes if node.output for run in node.output.versions
+                    ]
+                    self.max_version = max(self.max_version, *versions, 0)
+                managed = self._by_id.get(session_id)
+                if managed is None:
+                    # Evicted since it was closed; this record is read when the session is read back.
+                    continue
+                managed.apply(record)
+            # An index error: a delivery of a call that is not there.
+            except (JournalError, TreeError, msgspec.DecodeError, ValueError, LookupError) as error:
+                self._quarantine(session_id, str(error))
                 continue
-            managed.apply(record)
             if managed.is_closed:
                 self._mark_closed(managed)
+
+    def _quarantine(self, session_id: str, problem: str) -> None:
+        """Removes a session with a damaged record from memory, and refuses it from now on."""
+        managed = self._by_id.get(session_id)
+        self._evict(session_id)
+        self.quarantined[session_id] = problem
+        log.error(
+            "session %s is quarantined: %s",
+            session_id,
+            problem,
+            extra={"session": session_id, "calls_before": len(managed.session.tree.calls) if managed else 0},
+        )
 
 
 def _is_valid_id(text: str) -> bool:

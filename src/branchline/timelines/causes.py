@@ -7,18 +7,17 @@ because a wrong cause misleads more than none.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from branchline.core.call import Call, Delivery
 from branchline.core.context_edits import read_summary
-from branchline.core.message import Message
 from branchline.core.sample import DropReason
 from branchline.timelines.fork_signals import (
     MAX_SIBLINGS_COMPARED,
     ForkSignals,
-    have_common_message,
     is_deletion,
     is_stub,
 )
@@ -165,24 +164,27 @@ class _Classifier:
             return Cause.SUB_AGENT
         if is_same_message:
             return self._classify_same_message(call, other, branch, sibling)
-        new, old = signals.prompt_messages_below(branch), signals.path_messages_below(sibling, branch)
+        new, shared = signals.prompt_messages_below(branch), signals.shared_keys(sibling, branch)
         if (
             branch.source_id != NO_NODE
             and parent.parent is not None
-            and parent in self._tree.nodes[branch.source_id].path()
+            and signals.is_below(self._tree.nodes[branch.source_id], parent)
         ):
             # The reply is shown without the messages that led to it. If later messages of the old path are
             # kept, those messages were deleted; otherwise they were temporary.
-            return Cause.CONTEXT_DELETE if have_common_message(new[1:], old) else Cause.REPAIR_LOOP
+            is_continued = not {message.key for message in new[1:]}.isdisjoint(shared)
+            return Cause.CONTEXT_DELETE if is_continued else Cause.REPAIR_LOOP
         if signals.is_side_call(branch):
             return Cause.SIDE_CALL
         quoted = signals.quoted_output(branch)
         if quoted is not None:
             self._edges.append(Edge(Cause.COMPACTION, quoted, branch))
             return Cause.COMPACTION
-        if old and new and have_common_message(new, old):
-            return Cause.CONTEXT_DELETE if _was_removed(new, old) else Cause.EDIT
-        if old and new and new[0].role == old[0].role and parent.parent is not None:
+        if shared:
+            # A message was removed or shortened, or it was rewritten.
+            is_removed = branch.message.key in shared or is_stub(branch.message, sibling.message)
+            return Cause.CONTEXT_DELETE if is_removed else Cause.EDIT
+        if branch.message.role == sibling.message.role and parent.parent is not None:
             return Cause.EDIT
         return Cause.UNKNOWN
 
@@ -207,9 +209,12 @@ class _Classifier:
 
     def _mark_compactions(self, forks: Sequence[Fork]) -> list[Fork]:
         """A branch of unknown cause whose output a new conversation quotes was made for that compaction."""
-        quoted = {
-            node.id for edge in self._edges if edge.cause == Cause.COMPACTION for node in edge.source.path()
-        }
+        quoted: set[int] = set()
+        for edge in self._edges:
+            node: Node | None = edge.source if edge.cause == Cause.COMPACTION else None
+            while node is not None and node.id not in quoted:
+                quoted.add(node.id)
+                node = node.parent
         return [
             replace(fork, cause=Cause.COMPACTION)
             if fork.cause == Cause.UNKNOWN and fork.branch.id in quoted
@@ -219,21 +224,15 @@ class _Classifier:
 
     def _main_leaf(self, forks: Sequence[Fork]) -> Node | None:
         aside = {fork.branch.id for fork in forks if fork.cause in (Cause.SUB_AGENT, Cause.SIDE_CALL)}
+        for node in self._tree.nodes:  # parents precede their children
+            if node.parent is not None and node.parent.id in aside:
+                aside.add(node.id)
         candidates = [
             leaf
             for leaf in self._tree.leaves()
             if leaf.agent == self._tree.calls[0].agent and leaf.id not in self._undelivered
         ]
-        return max(candidates, key=lambda leaf: (not _passes_through(leaf, aside), leaf.id), default=None)
-
-
-def _was_removed(new: Sequence[Message], old: Sequence[Message]) -> bool:
-    """Whether the first difference is a removed or shortened message rather than a rewritten one."""
-    return any(message.key == new[0].key for message in old) or is_stub(new[0], old[0])
-
-
-def _passes_through(leaf: Node, branches: set[int]) -> bool:
-    return bool(branches) and any(node.id in branches for node in leaf.path())
+        return max(candidates, key=lambda leaf: (leaf.id not in aside, leaf.id), default=None)
 
 
 class _SiblingOutputs:
@@ -326,24 +325,20 @@ def _undelivered_outputs(tree: Tree) -> dict[int, DropReason]:
 def _superseded_calls(tree: Tree, calls: Sequence[Call], open_calls: Sequence[Call]) -> set[int]:
     """Returns the calls that the client sent again: lost calls with a later equal call, and one earlier call
     per retry header that no lost or cancelled call explains."""
-    superseded = {
-        call.index
-        for call in open_calls
-        if tree.delivery(call) == Delivery.LOST and any(other.index > call.index for other in calls)
-    }
+    last = max(call.index for call in calls)
+    lost = [call for call in open_calls if tree.delivery(call) == Delivery.LOST]
+    superseded = {call.index for call in lost if call.index < last}
     explained = len(superseded) + sum(tree.delivery(call) == Delivery.CANCELLED for call in open_calls)
+    pending: dict[int, deque[int]] = {}
+    """Calls whose delivery is unknown by the value of their retry header, each in order."""
+    for call in open_calls:
+        if tree.delivery(call) == Delivery.PENDING:
+            pending.setdefault(call.retry_count, deque()).append(call.index)
     for retry in sorted((call for call in calls if call.retry_count), key=lambda call: call.index):
         if explained:
             explained -= 1
             continue
-        earlier = [
-            call
-            for call in open_calls
-            if call.index not in superseded
-            and call is not retry
-            and call.retry_count < retry.retry_count
-            and tree.delivery(call) == Delivery.PENDING
-        ]
+        earlier = [count for count, waiting in pending.items() if count < retry.retry_count and waiting]
         if earlier:
-            superseded.add(max(earlier, key=lambda call: (call.retry_count, -call.index)).index)
+            superseded.add(pending[max(earlier)].popleft())
     return superseded

@@ -1,19 +1,25 @@
 """Signals for classifying forks: the first call of a branch, spawning tool calls, quotations, common
 messages.
 
-Nothing here decides a cause; `causes` combines the signals.
+Nothing here decides a cause; `causes` combines the signals. What all branches ask for is indexed once: the
+nodes of a subtree by message, tool calls by the tasks they contain, outputs by their text. So a tree is
+classified in about linear time, also if every call opens a branch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 
 import msgspec
 
 from branchline.core.call import Call
 from branchline.core.context_edits import is_deletion_stub
-from branchline.core.message import Message, ToolCall
+from branchline.core.message import Message
+from branchline.timelines.text_index import TextIndex
 from branchline.tree.tree import NO_NODE, Node, Tree
 
 _MIN_QUOTE_CHARS = 16
@@ -24,6 +30,9 @@ _MAX_MESSAGES_SEARCHED = 4
 """New messages searched for quotations and tasks."""
 MAX_SIBLINGS_COMPARED = 8
 """A branch is compared with its latest siblings only; comparing all would take quadratic time."""
+
+
+_NodesByText = dict[tuple[str, str | None], list[Node]]
 
 
 class ForkSignals:
@@ -48,6 +57,7 @@ class ForkSignals:
                 or (entry.source_id != NO_NODE and tree.nodes[entry.source_id].parent is entry.parent)
             ):
                 self._continued.update((entry.id, entry.parent.id))
+        self._tour = _Tour(tree)
 
     def first_call(self, branch: Node) -> Call:
         """Returns the first call whose prompt or output contains a node."""
@@ -64,26 +74,59 @@ class ForkSignals:
             node = node.parent
         return messages[::-1]
 
-    def path_messages_below(self, sibling: Node, branch: Node) -> list[Message]:
-        """Returns the messages of the path through a sibling that is older than the branch and shares most
-        messages with it."""
+    def shared_keys(self, sibling: Node, branch: Node) -> list[bytes]:
+        """Returns the keys of the messages that the first prompt of a branch shares with a path through a
+        sibling: with the path that is older than the branch and shares most, then the deepest one."""
         call = self.first_call(branch)
         keys = {message.key for message in self.prompt_messages_below(branch)}
-        best: tuple[float, int] = (-1, -1)
-        last = sibling
-        stack = [(sibling, 0.0)]
-        while stack:
-            node, shared = stack.pop()
+        tour = self._tour
+        best = 0.0
+        ends: list[int] = []
+        shared_at: dict[int, float] = {}
+        above: dict[int, int] = {}
+        open_positions: list[int] = []
+        for position in tour.positions_below(sibling, keys):
+            node = tour.nodes[position]
+            if node is not sibling and not self._is_before(self._first_call[node.id], call):
+                continue
+            while open_positions and tour.leave[tour.nodes[open_positions[-1]].id] < position:
+                open_positions.pop()
+            above[position] = open_positions[-1] if open_positions else -1
             # Among equal paths, one that contains the first message of the branch wins.
-            shared += (node.message.key in keys) + 0.5 * (node.message.key == branch.message.key)
-            if (shared, node.depth) > best:
-                best, last = (shared, node.depth), node
+            shared = shared_at.get(above[position], 0.0) + 1 + 0.5 * (node.message.key == branch.message.key)
+            shared_at[position] = shared
+            open_positions.append(position)
+            if shared > best:
+                best, ends = shared, [position]
+            elif shared == best:
+                ends.append(position)
+        paths = [self._keys_above(end, above) for end in ends]
+        if len(paths) > 1 and any(Counter(path) != Counter(paths[0]) for path in paths):
+            depths = [self._deepest_before(tour.nodes[end], call) for end in ends]
+            return paths[depths.index(max(depths))]
+        return paths[0] if paths else []
+
+    def _keys_above(self, position: int, above: dict[int, int]) -> list[bytes]:
+        keys: list[bytes] = []
+        while position >= 0:
+            keys.append(self._tour.nodes[position].message.key)
+            position = above[position]
+        return keys[::-1]
+
+    def _deepest_before(self, top: Node, call: Call) -> int:
+        """Returns the depth of the deepest node below a node that is older than a call."""
+        deepest, stack = top.depth, [top]
+        while stack:
+            node = stack.pop()
+            deepest = max(deepest, node.depth)
             stack += [
-                (child, shared)
-                for child in node.all_children()
-                if child is not branch and self._is_before(self._first_call[child.id], call)
+                child for child in node.all_children() if self._is_before(self._first_call[child.id], call)
             ]
-        return [node.message for node in last.path()[sibling.depth - 1 :]]
+        return deepest
+
+    def is_below(self, node: Node, ancestor: Node) -> bool:
+        """Whether a node is another one or a descendant of it."""
+        return self._tour.is_below(node, ancestor)
 
     def closest_sibling(self, branch: Node, siblings: Sequence[Node]) -> Node:
         """Returns the sibling whose path shares most messages with a branch; the latest among equals."""
@@ -92,12 +135,10 @@ class ForkSignals:
         if len(siblings) == 1:
             return siblings[0]
         call = self.first_call(branch)
-        keys = {message.key for message in self.prompt_messages_below(branch)}
 
         def similarity(sibling: Node) -> tuple[bool, int, int]:
-            shared = sum(message.key in keys for message in self.path_messages_below(sibling, branch))
             same_agent = self.first_call(sibling).agent == call.agent
-            return (same_agent, shared, sibling.id)
+            return (same_agent, len(self.shared_keys(sibling, branch)), sibling.id)
 
         return max(siblings, key=similarity)
 
@@ -116,28 +157,37 @@ class ForkSignals:
         first, tasks = _task_texts(messages)
         if parent is None and not tasks:
             return None
-        shown = {message.key for message in messages}
-        latest: Node | None = None
-        for node in reversed(self._tool_call_nodes):
-            if self._is_later(node, call) or (parent is not None and node.agent != parent):
-                continue
-            latest = latest or (node if parent is not None else None)
-            passed = [
-                task for task in tasks if any(_contains_task(made, task) for made in node.message.tool_calls)
-            ]
-            if not passed or branch in node.path():
-                continue
-            if not strict and first in passed:
-                return node
-            if node.message.key not in shown and not _user_texts(node.path()).issuperset(passed):
-                return node
-        return latest
+        with_task, with_new_task = self._tasks
+        found: list[Node] = []
+        if not strict and first in tasks:
+            found += islice(self._latest_first(with_task.get((first, parent), ()), call, branch), 1)
+        shown: set[bytes] = set()
+        for task in tasks:
+            for node in self._latest_first(with_new_task.get((task, parent), ()), call, branch):
+                shown = shown or {message.key for message in messages}
+                if node.message.key not in shown:
+                    found.append(node)
+                    break
+        if not found and parent is not None:
+            found += islice(self._latest_first(self._tool_call_nodes.get(parent, ()), call), 1)
+        return max(found, key=lambda node: node.id, default=None)
+
+    def _latest_first(self, nodes: Sequence[Node], call: Call, branch: Node | None = None) -> Iterator[Node]:
+        """Yields those of some outputs, which are in order, that are older than a call and not below a
+        branch; the latest first."""
+        end = len(nodes)
+        if self._tree.is_chronological:
+            end = bisect_left(nodes, call.index, key=lambda node: self._tree.call_of(node).index)
+        for index in range(end - 1, -1, -1):
+            node = nodes[index]
+            if not self._is_later(node, call) and (branch is None or not self.is_below(node, branch)):
+                yield node
 
     def _parent_agent(self, call: Call) -> str | None:
         """Returns the agent that a header names. An unknown name stands for the first agent."""
         if not call.spawned_by:
             return None
-        known = any(node.agent == call.spawned_by for node in self._tool_call_nodes)
+        known = call.spawned_by in self._tool_call_nodes
         return call.spawned_by if known else self._tree.calls[0].agent
 
     def _prompt_messages(self, branch: Node) -> list[Message]:
@@ -155,8 +205,65 @@ class ForkSignals:
         return one is not other and (one.index < other.index or not self._tree.is_chronological)
 
     @cached_property
-    def _tool_call_nodes(self) -> list[Node]:
-        return [node for node in self._tree.nodes if node.is_sampled and node.message.tool_calls]
+    def _tool_call_nodes(self) -> dict[str | None, list[Node]]:
+        """The outputs with tool calls, by agent; those of all agents under None."""
+        found: dict[str | None, list[Node]] = {}
+        for node in self._tree.nodes:
+            if node.is_sampled and node.message.tool_calls:
+                for agent in (node.agent, None):
+                    found.setdefault(agent, []).append(node)
+        return found
+
+    @cached_property
+    def _tasks(self) -> tuple[_NodesByText, _NodesByText]:
+        """The outputs whose tool calls contain the task of a branch, by task and agent: all of them, and
+        those to whose conversation the task is new."""
+        made = self._tool_call_nodes.get(None, [])
+        tasks = {
+            task for branch in self._branches() for task in _task_texts(self._prompt_messages(branch))[1]
+        }
+        if not tasks:
+            return {}, {}
+        task_of = {_to_bytes(task): task for task in tasks}
+        # Canonical arguments use the escapes of this encoder.
+        task_of_json = {msgspec.json.encode(task)[1:-1]: task for task in tasks}
+        as_text, as_json = TextIndex(task_of, short=True), TextIndex(task_of_json, short=True)
+        user_positions = self._user_positions(tasks)
+        with_task: _NodesByText = {}
+        with_new_task: _NodesByText = {}
+        for node in made:
+            passed: set[str] = set()
+            for call in node.message.tool_calls:
+                passed.update(task_of[text] for text in as_text.find(_to_bytes(call.arguments)))
+                passed.update(task_of_json[text] for text in as_json.find(call.canonical_arguments))
+            for task in passed:
+                is_new = not self._tour.is_below_any(node, user_positions.get(task, []))
+                for agent in (node.agent, None):
+                    with_task.setdefault((task, agent), []).append(node)
+                    if is_new:
+                        with_new_task.setdefault((task, agent), []).append(node)
+        return with_task, with_new_task
+
+    def _branches(self) -> Iterator[Node]:
+        """Yields the nodes with siblings that may begin another agent's conversation."""
+        main_agent = self._tree.calls[0].agent
+        for node in self._tree.nodes:
+            children = node.all_children()
+            for child in children if len(children) > 1 else ():
+                if not child.is_sampled or child.agent != main_agent:
+                    yield child
+
+    def _user_positions(self, texts: set[str]) -> dict[str, list[int]]:
+        """Returns where users say these texts, as positions on the tour. Positions below another one of the
+        same text are left out."""
+        positions: dict[str, list[int]] = {}
+        for position, node in enumerate(self._tour.nodes):
+            if node.message.role == "user":
+                for text in texts.intersection(_message_texts([node.message])):
+                    found = positions.setdefault(text, [])
+                    if not found or not self._tour.is_below(node, self._tour.nodes[found[-1]]):
+                        found.append(position)
+        return positions
 
     def quoted_output(self, branch: Node) -> Node | None:
         """Returns an earlier output of the same agent that the first new messages of a branch contain."""
@@ -165,28 +272,31 @@ class ForkSignals:
             message.content for message in self.prompt_messages_below(branch) if message.role != "assistant"
         ]
         texts = [text for text in texts[:_MAX_MESSAGES_SEARCHED] if len(text) >= _MIN_QUOTE_CHARS]
-        if not texts:
-            return None
-        for node in reversed(self._tree.nodes):
-            if node.agent != call.agent or self._is_later(node, call):
-                continue
-            output = node.message.content.strip()
-            if (
-                len(output) >= _MIN_QUOTE_CHARS
-                and any(output in text for text in texts)
-                and branch not in node.path()
-            ):
-                return node
-        return None
+        found: list[Node] = []
+        for text in texts:
+            for output in self._long_outputs.find(_to_bytes(text)):
+                nodes = self._outputs_by_text.get((output, call.agent), ())
+                found += islice(self._latest_first(nodes, call, branch), 1)
+        return max(found, key=lambda node: node.id, default=None)
 
     def summary_output(self, branch: Node, summary: str) -> Node | None:
         """Returns the latest earlier output of the same agent whose text is this summary."""
         call = self.first_call(branch)
-        for node in reversed(self._tree.nodes):
-            is_earlier = node.is_sampled and node.agent == call.agent and not self._is_later(node, call)
-            if is_earlier and node.message.content.strip() == summary:
-                return node
-        return None
+        nodes = self._outputs_by_text.get((_to_bytes(summary), call.agent), ())
+        return next(self._latest_first(nodes, call), None)
+
+    @cached_property
+    def _outputs_by_text(self) -> dict[tuple[bytes, str | None], list[Node]]:
+        found: dict[tuple[bytes, str | None], list[Node]] = {}
+        for node in self._tree.nodes:
+            if node.is_sampled:
+                found.setdefault((_to_bytes(node.message.content.strip()), node.agent), []).append(node)
+        return found
+
+    @cached_property
+    def _long_outputs(self) -> TextIndex:
+        texts = {node.message.content.strip() for node in self._tree.nodes if node.is_sampled}
+        return TextIndex(_to_bytes(text) for text in texts if len(text) >= _MIN_QUOTE_CHARS)
 
     def is_side_call(self, branch: Node) -> bool:
         """Whether a branch is not continued and either lacks the main call's tools or quotes its task."""
@@ -225,6 +335,46 @@ class ForkSignals:
         return [node.message for node in self._tree.nodes[self._tree.calls[0].prompt_node].path()]
 
 
+class _Tour:
+    """The nodes of a tree in the order of a depth-first walk, latest children first. The descendants of a
+    node follow it, up to the position `leave`."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.nodes: list[Node] = []
+        self._enter = [0] * len(tree.nodes)
+        self._positions_by_key: dict[bytes, list[int]] = {}
+        stack = [tree.root]
+        while stack:
+            node = stack.pop()
+            position = self._enter[node.id] = len(self.nodes)
+            self.nodes.append(node)
+            if node.parent is not None:
+                self._positions_by_key.setdefault(node.message.key, []).append(position)
+            stack += node.all_children()
+        self.leave = self._enter[:]
+        for node in reversed(tree.nodes):  # children follow their parents
+            if node.parent is not None:
+                self.leave[node.parent.id] = max(self.leave[node.parent.id], self.leave[node.id])
+
+    def is_below(self, node: Node, ancestor: Node) -> bool:
+        """Whether a node is another one or a descendant of it."""
+        return self._enter[ancestor.id] <= self._enter[node.id] <= self.leave[ancestor.id]
+
+    def is_below_any(self, node: Node, positions: Sequence[int]) -> bool:
+        """Whether a node is below one of the nodes at some positions, of which none is below another."""
+        index = bisect_right(positions, self._enter[node.id])
+        return index > 0 and self.is_below(node, self.nodes[positions[index - 1]])
+
+    def positions_below(self, top: Node, keys: Iterable[bytes]) -> list[int]:
+        """Returns the positions of the nodes from a node down whose messages have these keys, in order."""
+        found: list[int] = []
+        for key in keys:
+            positions = self._positions_by_key.get(key, [])
+            start = bisect_left(positions, self._enter[top.id])
+            found += positions[start : bisect_right(positions, self.leave[top.id], start)]
+        return sorted(found)
+
+
 def _task_texts(messages: Sequence[Message]) -> tuple[str, set[str]]:
     """Returns the first user text, and the texts and parts of the first user messages that are long
     enough."""
@@ -239,20 +389,8 @@ def _message_texts(messages: Iterable[Message]) -> Iterator[str]:
         yield from (part.strip() for part in message.parts if isinstance(part, str))
 
 
-def _user_texts(path: Sequence[Node]) -> set[str]:
-    return set(_message_texts(node.message for node in path if node.message.role == "user"))
-
-
-def _contains_task(made: ToolCall, task: str) -> bool:
-    """Whether a tool call's arguments contain a task, regardless of JSON escapes."""
-    # Canonical arguments use the escapes of this encoder.
-    return task in made.arguments or msgspec.json.encode(task)[1:-1] in made.canonical_arguments
-
-
-def have_common_message(new: Sequence[Message], old: Sequence[Message]) -> bool:
-    """Whether two sequences contain an equal message."""
-    old_keys = {message.key for message in old}
-    return any(message.key in old_keys for message in new)
+def _to_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def is_deletion(new: Message, old: Message) -> bool:

@@ -29,6 +29,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import transformers
 from rich.console import Console
@@ -86,7 +87,8 @@ class TrainerConfig:
     """Further sampling parameters of all sessions; they override those of the agent."""
     engine: HfConfig = field(default_factory=lambda: HfConfig(logprob_kind="processed"))
     episode_timeout_s: float | None = None
-    checkpoint_every: int = 10
+    checkpoint_every: int | None = 10
+    """None: no checkpoint is saved, also not at the end."""
     keep_checkpoints: int = 2
     seed: int = 0
     report_to: tuple[TrackerName, ...] = ()
@@ -94,7 +96,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("groups_per_step", 1), ("group_size", 2), ("max_staleness", 0),
                             ("checkpoint_every", 1), ("keep_checkpoints", 1)):  # fmt: skip
-            if (value := getattr(self, name)) < least:
+            if (value := getattr(self, name)) is not None and value < least:
                 raise InputError(f"{name}: got {value}, expected {least} or more")
         if "temperature" in self.sampling:
             raise InputError("sampling.temperature: expected it in update.temperature, which trains it too")
@@ -186,7 +188,8 @@ class Trainer(Generic[T]):
         """Runs the remaining steps and yields each when it is complete.
 
         Whenever it ends, also by a cancellation or a failed agent, the last complete step is saved as a
-        checkpoint. Only after an error in an update, which may have changed some weights, nothing is saved.
+        checkpoint, unless `checkpoint_every` is None. After an error in an update, which may have changed
+        some weights, nothing is saved.
         """
         config = self.config
         engine = SeededEngine(
@@ -219,7 +222,7 @@ class Trainer(Generic[T]):
                         batch.cancel()
                     await asyncio.gather(*batches, return_exceptions=True)
         finally:
-            if self.step and not self._is_updating:
+            if self.step and not self._is_updating and config.checkpoint_every is not None:
                 self._save()
             self._metrics.close()
 
@@ -257,13 +260,14 @@ class Trainer(Generic[T]):
         metrics = {
             "step": float(version),
             **_episode_metrics(groups),
+            **_advantage_metrics(rows),
             **updated,
             "num_tokens": float(self._state.num_tokens),
             "staleness": float(version - 1 - _oldest_version(rows, version - 1)),
             "step_time": time.perf_counter() - started_at,
         }
         self._metrics.write(metrics)
-        if version % self.config.checkpoint_every == 0:
+        if self.config.checkpoint_every is not None and version % self.config.checkpoint_every == 0:
             await asyncio.to_thread(self._save)
         return metrics
 
@@ -340,6 +344,15 @@ def _episode_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         "delivered_tokens": float(delivered),
         **{f"forks/{cause}": float(count) for cause, count in sorted(causes.items())},
     }
+
+
+def _advantage_metrics(rows: Sequence[TrainingRow]) -> dict[str, float]:
+    """Divides the delivered tokens into those that change the weights and those that cannot: episodes that
+    are as good as the mean of their group have no advantage."""
+    shares = [row.sample.shares.astype(np.float64) for row in rows]
+    trained = sum(float(share[row.advantages != 0].sum()) for share, row in zip(shares, rows, strict=True))
+    total = sum(float(share.sum()) for share in shares)
+    return {"trained_tokens": round(trained, 1), "tokens_without_advantage": round(total - trained, 1)}
 
 
 def _oldest_version(rows: Sequence[TrainingRow], default: int) -> int:

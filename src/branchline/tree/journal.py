@@ -10,6 +10,12 @@ Invariant: **a record whose future has resolved is found by every later reader, 
 before it.** A crash loses only a tail of unresolved appends. The converse is not guaranteed: a record whose
 future failed or never resolved may still be found after a crash.
 
+A write that fails because the disk is full (or the file is locked, or may not grow) fails the records of its
+transaction, and the journal takes no more records. The writer thread then tries again until a write
+succeeds, and the journal continues. Records that their callers have applied already (`retain`) are kept
+meanwhile and written first, so that the file never lacks a record that a later one builds on. After any other
+failure the journal stays readable and takes no more records.
+
 Payloads of media are kept apart from the records, once each, by digest. They are committed together with the
 record that first carries them.
 
@@ -20,50 +26,43 @@ record that first carries them.
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
-import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, NamedTuple
+
+import xxhash
 
 from branchline.core.errors import JournalError
+from branchline.tree.journal_file import (
+    CHECKSUM_OFFSET,
+    LAST_SEQ_SQL,
+    SEED_MASK,
+    VERSION,
+    DamagedRecord,
+    check_header,
+    initialize,
+    is_busy_error,
+    is_intact,
+    lock_journal,
+    make_private,
+    may_pass,
+    repair_hint,
+    report_dropped_tail,
+    session_seed,
+)
+from branchline.tree.journal_file import (
+    Durability as Durability,
+)
 
-if sys.platform != "win32":
-    import fcntl
+log = logging.getLogger("branchline.journal")
 
-Durability = Literal["process", "disk"]
-
-# NORMAL leaves a commit in the kernel's page cache, which survives kill -9; FULL fsyncs the WAL at every
-# commit, which survives power loss. (fullfsync: on macOS a plain fsync stops at the drive's own cache.)
-_DURABILITY_PRAGMAS: dict[Durability, str] = {
-    "process": "PRAGMA synchronous = NORMAL",
-    "disk": "PRAGMA synchronous = FULL; PRAGMA fullfsync = ON",
-}
-_APPLICATION_ID = 0x42726C6E  # "Brln"
-_VERSION = 3
-_OLDER_VERSION = 2
-"""The version before `media`; a file of it is upgraded when it is opened."""
-_CREATE_MEDIA = "CREATE TABLE media (digest TEXT PRIMARY KEY, payload BLOB NOT NULL)"
-# One transaction, before the file is switched to WAL mode: the schema is in the main file, where truncating
-# the WAL cannot remove it, and a kill in the middle leaves a file that counts as empty.
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {_VERSION};
-CREATE TABLE sessions (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE records (seq INTEGER PRIMARY KEY, session INTEGER NOT NULL, record BLOB NOT NULL);
-CREATE INDEX records_by_session ON records (session);
-{_CREATE_MEDIA};
-COMMIT;
-"""
-_UPGRADE = f"BEGIN IMMEDIATE; {_CREATE_MEDIA}; PRAGMA user_version = {_VERSION}; COMMIT"
-_LAST_SEQ_SQL = "SELECT coalesce(max(seq), 0) FROM records"
 # The WAL is copied into the main file each time it has grown by this much. Larger: fewer fsyncs and fewer
 # pages copied twice. Smaller: less to recover at open, and a shorter stall of the writer.
 _CHECKPOINT_BYTES = 16 * 2**20
@@ -76,11 +75,21 @@ _MAX_INLINE_BYTES, _MAX_INLINE_RECORDS = 256 * 2**10, 16
 _LAZY_FLUSH_S = 1.0
 # How long to wait, and how often to retry, while another program holds SQLite's write lock.
 _BUSY_TIMEOUT_S, _BUSY_POLL_S = 5.0, 0.01
+# How often a journal that could not be written tries again.
+_RETRY_S = 0.5
 # Session numbers kept in memory.
 _MAX_CACHED_SESSIONS = 10_000
 
-_Entry = tuple[str, bytes, "Future[int]", Mapping[str, bytes]]
-"""Session, record, future, and the payloads that the record carries."""
+
+class _Entry(NamedTuple):
+    """A queued record."""
+
+    session: str
+    record: bytes
+    future: Future[int]
+    media: Mapping[str, bytes]
+    """The payloads that the record carries and the file may lack."""
+    retain: bool
 
 
 class Journal:
@@ -95,7 +104,7 @@ class Journal:
         self.path: Final = Path(path)
         self.durability: Final = durability
         self.failure: JournalError | None = None
-        """Why this journal accepts no more records, or None."""
+        """Why this journal takes no records, or None; it is None again after a write has succeeded."""
         self.commit_count = 0
         """Transactions written through this object."""
         self._file = self.path.resolve()  # links to one file share one lock
@@ -110,18 +119,23 @@ class Journal:
         self._checkpoint_due = False
         self._last_future: Future[int] | None = None
         self._closed = False
-        self._session_ids: dict[str, int] = {}
+        self._may_recover = False
+        """Whether `failure` may pass, so that the writer thread tries again."""
+        self._session_ids: dict[str, tuple[int, int]] = {}
+        """Number and checksum seed by session."""
         self._digests: set[str] = set()  # of the payloads that were written or queued through this object
         self._checkpoint_at_bytes = _CHECKPOINT_BYTES
         try:
             with ExitStack() as resources:
                 # Lock first: POSIX drops a process's locks on a file when any descriptor of it closes, so
                 # even reading the header of a file that is already open here would release SQLite's locks.
-                resources.enter_context(_lock_journal(self._file))
-                _check_header(self._file)
+                resources.enter_context(lock_journal(self._file))
+                check_header(self._file)
+                report_dropped_tail(self._file)
+                make_private(self._file)
                 db = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
                 resources.enter_context(closing(db))
-                self._last_seq = _initialize(db, durability)
+                self._last_seq = initialize(db, durability)
                 owned = resources.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise self._error("cannot be opened", error) from error
@@ -130,21 +144,32 @@ class Journal:
         self._writer.start()
 
     def append(
-        self, session: str, record: bytes, *, lazy: bool = False, media: Mapping[str, bytes] | None = None
+        self,
+        session: str,
+        record: bytes,
+        *,
+        lazy: bool = False,
+        media: Mapping[str, bytes] | None = None,
+        retain: bool = False,
     ) -> Future[int]:
         """Writes or queues a record; the future resolves with its sequence number once it is durable, and so
         are the payloads in `media`.
 
-        Never raises and never waits for the disk: a rejected record returns a future that failed with
-        JournalError.
+        Never waits for the disk. A rejected record returns a future that failed with JournalError.
+
+        `retain` is for a record that its caller applies when this returns: a rejection raises JournalError.
+        If a later write fails, the future fails too, but the record is written when the journal recovers. A
+        lazy one is taken even while the journal may recover.
         """
         future: Future[int] = Future()
         # An append cannot be undone, because later records build on it. A running future rejects cancel(),
         # and a cancelled asyncio waiter only stops waiting.
         future.set_running_or_notify_cancel()
         with self._lock:
-            if self.failure is not None:
-                rejection = self._error("has failed and takes no more records", self.failure.__cause__)
+            if self.failure is not None and not (lazy and retain and self._may_recover):
+                until = " until it can be written again" if self._may_recover else ""
+                problem = f"has failed and takes no more records{until}"
+                rejection = self._error(problem, self.failure.__cause__)
             elif self._closed:
                 rejection = self._error("is closed")
             # Checked here, because an invalid value would fail the other records of its transaction.
@@ -155,12 +180,17 @@ class Journal:
             else:
                 new_media = {key: data for key, data in (media or {}).items() if key not in self._digests}
                 self._digests.update(new_media)
-                self._queue.append((session, record, future, new_media))
+                self._queue.append(_Entry(session, record, future, new_media, retain))
                 self._last_future = future  # set after queueing: flush() must only wait for queued records
-                if not lazy and not self._write_inline():
+                if not lazy and not self._write_inline(is_append=True):
                     self._write_requested = True
                     self._wake.notify()
+                # Whoever else fails the record needs the lock: here it failed because it was not written.
+                if retain and future.done() and (error := future.exception()) is not None:
+                    raise error
                 return future
+        if retain:
+            raise rejection
         future.set_exception(rejection)
         return future
 
@@ -177,17 +207,35 @@ class Journal:
             raise self._error("has failed", self.failure.__cause__)
 
     def read(self, session: str) -> Iterator[bytes]:
-        """Yields the session's records in order of append, from a snapshot taken at the first `next`."""
-        query = "SELECT record FROM records JOIN sessions ON id = session WHERE name = ? ORDER BY seq"
-        return (record for (record,) in self._query(query, session))
+        """Yields the session's records in order of append, from a snapshot taken at the first `next`.
 
-    def replay(self) -> Iterator[tuple[str, bytes]]:
+        Raises JournalError at a damaged record.
+        """
+        query = (
+            "SELECT seq, CAST(record AS BLOB), checksum FROM records JOIN sessions ON id = session "
+            "WHERE name = ? ORDER BY seq"
+        )
+        for seq, record, checksum in self._query(query, session):
+            if not is_intact(session, seq, record, checksum):
+                raise self._error(f"is damaged: session {session}, {DamagedRecord(seq, len(record))}")
+            yield record
+
+    def replay(self) -> Iterator[tuple[str, bytes | DamagedRecord]]:
         """Yields every record with its session in order of append, from a snapshot taken at the first
         `next`."""
-        # CROSS JOIN fixes the order of the loops: records stream by seq and are never sorted in memory.
-        return self._query(
-            "SELECT name, record FROM records CROSS JOIN sessions ON id = session ORDER BY seq"
-        )
+        # A LEFT JOIN fixes the order of the loops: records stream by seq and are never sorted in memory.
+        for session, seq, record, checksum in self._query(
+            "SELECT name, seq, CAST(record AS BLOB), checksum FROM records "
+            "LEFT JOIN sessions ON id = session ORDER BY seq"
+        ):
+            if session is not None and is_intact(session, seq, record, checksum):
+                yield session, record
+                continue
+            # If only its session number is damaged, the record matches the name of its own session.
+            names = self._query("SELECT name FROM sessions")
+            owners = [name for (name,) in names if checksum and is_intact(name, seq, record, checksum)]
+            for name in {session or "", *owners}:
+                yield name, DamagedRecord(seq, len(record or b""))
 
     def read_media(self, digest: str) -> bytes | None:
         """Returns the payload with this digest, or None."""
@@ -208,7 +256,11 @@ class Journal:
         self.close()
 
     def _error(self, problem: str, cause: BaseException | None = None) -> JournalError:
-        error = JournalError(f"{self.path}: the journal {problem}" + (f": {cause}" if cause else ""))
+        error = JournalError(
+            f"{self.path}: the journal {problem}"
+            + (f": {cause}" if cause else "")
+            + repair_hint(self.path, cause)
+        )
         error.__cause__ = cause
         return error
 
@@ -222,37 +274,43 @@ class Journal:
         uri = f"{self._file.as_uri()}?mode=ro"
         try:
             with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as db:
+                db.text_factory = lambda data: data.decode(errors="replace")  # a damaged name
                 yield from db.execute(query, values)
         except sqlite3.Error as error:
             raise self._error("cannot be read", error) from error
 
     # -- writing in the calling thread (level `process`) -----------------------------------------------
 
-    def _write_inline(self) -> bool:
-        """Writes the queue in the calling thread; returns False if the writer thread has to do it."""
+    def _write_inline(self, *, is_append: bool = False) -> bool:
+        """Writes the queue in the calling thread; returns False if the writer thread has to do it.
+
+        With `is_append` the last record is being appended: if it cannot be written, it is not retained.
+        """
         is_busy = self._write_requested or self._writer_active or self._checkpoint_due
         if is_busy or self.durability != "process" or len(self._queue) > _MAX_INLINE_RECORDS:
             return False
-        if sum([len(record) for _, record, _, _ in self._queue]) > _MAX_INLINE_BYTES:
+        if self.failure is not None or sum([len(entry.record) for entry in self._queue]) > _MAX_INLINE_BYTES:
             return False
-        if any(media for _, _, _, media in self._queue):
+        if any(entry.media for entry in self._queue):
             return False  # several statements, so a transaction of the writer thread
         batch, before = self._queue, self._last_seq
         try:
             self._queue = []
             values: list[int | bytes] = []
-            for session, record, _, _ in batch:
-                values += (self._session_ids.get(session) or self._add_session(session), record)
-            rows = ", ".join(["(?, ?)"] * len(batch))
+            for seq, (session, record, _, _, _) in enumerate(batch, before + 1):
+                number, seed = self._session_ids.get(session) or self._add_session(session)
+                checksum = xxhash.xxh3_64_intdigest(record, (seed + seq) & SEED_MASK) - CHECKSUM_OFFSET
+                values += (seq, number, record, checksum)
+            rows = ", ".join(["(?, ?, ?, ?)"] * len(batch))
             # One statement is one transaction: a signal arrives before it starts or after it has finished.
-            written = self._db.execute(f"INSERT INTO records (session, record) VALUES {rows}", values)
-            self._last_seq = last = int(written.lastrowid or 0)
+            self._db.execute(f"INSERT INTO records VALUES {rows}", values)
+            self._last_seq = last = before + len(batch)
             self._after_commit()
         except Exception as error:
-            if _is_busy_error(error):
+            if is_busy_error(error):
                 self._queue = batch
                 return False
-            self._fail(batch, error)
+            self._fail([*batch[:-1], batch[-1]._replace(retain=False)] if is_append else batch, error)
             return True
         except BaseException:
             self._recover_batch(batch, before)
@@ -262,7 +320,7 @@ class Journal:
 
     def _recover_batch(self, batch: list[_Entry], before: int) -> None:
         """After a signal: resolves the batch if it is in the file, otherwise queues it again."""
-        (self._last_seq,) = self._db.execute(_LAST_SEQ_SQL).fetchone()
+        (self._last_seq,) = self._db.execute(LAST_SEQ_SQL).fetchone()
         if self._last_seq > before:
             _resolve(batch, self._last_seq)
         else:
@@ -277,19 +335,25 @@ class Journal:
         with owned:
             while True:
                 with self._wake:
-                    self._wake.wait_for(
-                        lambda: self._write_requested or self._checkpoint_due or self._closed, _LAZY_FLUSH_S
-                    )
+                    self._wake.wait_for(self._has_work, _LAZY_FLUSH_S if self.failure is None else _RETRY_S)
                     batch, self._queue, self._write_requested = self._queue, [], False
-                    if not batch and self._closed:
+                    is_closed, has_failed = self._closed, self.failure is not None
+                    if is_closed and not batch:
                         return
-                    self._writer_active = bool(batch) or self._checkpoint_due
-                if batch:
+                    self._writer_active = bool(batch) or self._checkpoint_due or has_failed
+                if has_failed:
+                    self._recover(batch)
+                elif batch:
                     self._write_batch(batch)
-                if self._checkpoint_due:
+                if self._checkpoint_due and self.failure is None:
                     self._checkpoint()
                 with self._wake:
                     self._writer_active = False
+                    if is_closed and self.failure is not None:
+                        return
+
+    def _has_work(self) -> bool:
+        return self._closed or (self.failure is None and (self._write_requested or self._checkpoint_due))
 
     def _write_batch(self, batch: list[_Entry]) -> None:
         """Writes any number of records in one transaction and resolves or fails all their futures."""
@@ -301,6 +365,25 @@ class Journal:
         else:
             _resolve(batch, self._last_seq)
 
+    def _recover(self, batch: list[_Entry]) -> None:
+        """After a failure that may pass: writes the retained records, or only the header, and continues."""
+        if not self._may_recover:
+            return
+        try:
+            self._begin()
+            self._db.execute(f"PRAGMA user_version = {VERSION}")  # writes a page also without records
+            self._commit(batch)
+            _resolve(batch, self._last_seq)
+            written, batch = batch, []  # if the checkpoint fails, they are not written again
+            if self._checkpoint_due:
+                self._run_checkpoint()
+        except Exception as error:
+            self._fail(batch, error)
+            return
+        with self._lock:
+            self.failure, self._may_recover = None, False
+        log.warning("%s: the journal is written again; %d records were waiting", self.path, len(written))
+
     def _begin(self) -> None:
         """Opens a transaction; waits while another program has one open."""
         deadline = time.monotonic() + _BUSY_TIMEOUT_S
@@ -309,20 +392,19 @@ class Journal:
                 self._db.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
-                if not _is_busy_error(error) or time.monotonic() > deadline:
+                if not is_busy_error(error) or time.monotonic() > deadline:
                     raise
             time.sleep(_BUSY_POLL_S)
 
     def _commit(self, batch: list[_Entry]) -> None:
-        db, first = self._db, self._last_seq + 1
-        rows = [
-            (seq, self._session_ids.get(name) or self._add_session(name), record)
-            for seq, (name, record, _, _) in enumerate(batch, first)
-        ]
-        for _, _, _, media in batch:
+        db, rows = self._db, list[tuple[int, int, bytes, int]]()
+        for seq, (session, record, _, media, _) in enumerate(batch, self._last_seq + 1):
+            number, seed = self._session_ids.get(session) or self._add_session(session)
+            checksum = xxhash.xxh3_64_intdigest(record, (seed + seq) & SEED_MASK) - CHECKSUM_OFFSET
+            rows.append((seq, number, record, checksum))
             for item in media.items():
                 db.execute("INSERT OR IGNORE INTO media VALUES (?, ?)", item)
-        db.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
+        db.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
         db.execute("COMMIT")
         self._last_seq += len(batch)
         self._after_commit()
@@ -332,11 +414,13 @@ class Journal:
         # leaves the WAL at its maximum length. TRUNCATE empties it: the disk space is freed, and cutting the
         # WAL never mixes its old pages with newer ones in the main file.
         try:
-            wal_bytes = os.stat(f"{self._file}-wal").st_size
-            (busy, _, _) = self._db.execute(_CHECKPOINT_SQL).fetchone()
+            self._run_checkpoint()
         except Exception as error:
             self._fail([], error)
-            wal_bytes, busy = 0, 0
+
+    def _run_checkpoint(self) -> None:
+        wal_bytes = os.stat(f"{self._file}-wal").st_size
+        (busy, _, _) = self._db.execute(_CHECKPOINT_SQL).fetchone()
         # If a reader blocks the checkpoint, retry after the same growth again, not at every commit.
         self._checkpoint_at_bytes = _CHECKPOINT_BYTES + (wal_bytes if busy else 0)
         self._checkpoint_due = False
@@ -350,85 +434,38 @@ class Journal:
                 self._checkpoint_due = True
                 self._wake.notify()
 
-    def _add_session(self, session: str) -> int:
-        """Returns a session's number; adds a new session, inside the open transaction if there is one."""
+    def _add_session(self, session: str) -> tuple[int, int]:
+        """Returns a session's number and checksum seed; adds a new session, inside the open transaction if
+        there is one."""
         self._db.execute("INSERT OR IGNORE INTO sessions (name) VALUES (?)", (session,))
         (number,) = self._db.execute("SELECT id FROM sessions WHERE name = ?", (session,)).fetchone()
         if len(self._session_ids) >= _MAX_CACHED_SESSIONS:
             self._session_ids.clear()
-        self._session_ids[session] = int(number)
-        return int(number)
+        self._session_ids[session] = found = int(number), session_seed(session)
+        return found
 
     def _fail(self, batch: list[_Entry], cause: Exception) -> None:
+        """Stops the journal: keeps the retained records of a batch that was not written, fails the others."""
         with suppress(sqlite3.Error):  # SQLite has already rolled back after some failures
             self._db.rollback()
         with self._wake:
-            self.failure = self._error("could not be written", cause)
-            unresolved, self._queue = [*batch, *self._queue], []
-        for _, _, future, _ in unresolved:
-            if not future.done():  # after a failed checkpoint the batch itself is committed
-                future.set_exception(self._error("could not be written", cause))
+            if self.failure is None:
+                log.error("%s: the journal could not be written: %s", self.path, cause)
+            self.failure, self._may_recover = self._error("could not be written", cause), may_pass(cause)
+            self._session_ids.clear()  # the transaction may have added some of them
+            unwritten, self._queue = [*batch, *self._queue], []
+            for entry in unwritten:
+                if entry.retain and self._may_recover:
+                    self._queue.append(entry)
+                else:
+                    self._digests.difference_update(entry.media)
+        for entry in unwritten:
+            if not entry.future.done():
+                entry.future.set_exception(self._error("could not be written", cause))
 
 
 def _resolve(batch: list[_Entry], last: int) -> None:
     """Resolves the futures of a batch whose last record has this sequence number."""
-    for seq, (_, _, future, _) in enumerate(batch, last - len(batch) + 1):
-        if not future.done():  # a signal may have interrupted an earlier call
-            future.set_result(seq)
-
-
-def _is_busy_error(error: Exception) -> bool:
-    """Whether another program holds SQLite's write lock."""
-    code: int = getattr(error, "sqlite_errorcode", 0)
-    return code & 0xFF == sqlite3.SQLITE_BUSY
-
-
-# -- the file ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _lock_journal(file: Path) -> Iterator[None]:
-    """Locks the journal for one object; the kernel releases the lock when the process dies."""
-    if not file.parent.is_dir():
-        raise JournalError(f"{file}: folder {file.parent} does not exist")
-    # A separate file, because SQLite locks the database itself. Never removed: one process could lock the
-    # removed file while another locks a new one.
-    with open(f"{file}-lock", "ab") as lock:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise JournalError(f"{file}: the journal is already open, here or elsewhere") from None
-        yield
-
-
-def _check_header(file: Path) -> None:
-    """Rejects a file that is not a journal before SQLite, which may write to a file it opens, opens it."""
-    header = b""
-    with suppress(FileNotFoundError), file.open("rb") as stream:
-        header = stream.read(72)
-    if not header:  # a new file, or one whose creation was interrupted before the schema
-        return
-    found = f"a file that starts {header[:16]!r}"
-    if len(header) == 72 and header.startswith(b"SQLite format 3\0"):
-        version, application_id = struct.unpack(">60xI4xI", header)
-        if application_id == _APPLICATION_ID and version in (_OLDER_VERSION, _VERSION):
-            return
-        found = f"an SQLite file with application_id {application_id:#x}, version {version}"
-    expected = f"a journal with application_id {_APPLICATION_ID:#x}, version {_VERSION}"
-    raise JournalError(f"{file}: found {found}, expected {expected}")
-
-
-def _initialize(db: sqlite3.Connection, durability: Durability) -> int:
-    """Creates the schema in a new file, sets the modes, and returns the last sequence number in use."""
-    if db.execute("PRAGMA schema_version").fetchone() == (0,):
-        db.executescript(_SCHEMA)
-    elif db.execute("PRAGMA user_version").fetchone() == (_OLDER_VERSION,):
-        db.executescript(_UPGRADE)
-    db.executescript(
-        f"PRAGMA journal_mode = WAL; PRAGMA wal_autocheckpoint = 0; {_DURABILITY_PRAGMAS[durability]}"
-    )
-    (last_seq,) = db.execute(_LAST_SEQ_SQL).fetchone()
-    # From now on SQLite never waits: a slow reader must block neither the writer nor an appender.
-    db.execute("PRAGMA busy_timeout = 0")
-    return int(last_seq)
+    for seq, entry in enumerate(batch, last - len(batch) + 1):
+        if not entry.future.done():  # a signal may have interrupted an earlier call
+            entry.future.set_result(seq)

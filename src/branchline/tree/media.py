@@ -12,6 +12,7 @@ from typing import TypeVar
 import xxhash
 from msgspec import structs
 
+from branchline.core.errors import JournalError
 from branchline.core.message import Media
 from branchline.tree.tree import TreeDelta
 
@@ -47,10 +48,17 @@ def detach_payloads(record: Record) -> tuple[Record, dict[str, bytes]]:
 
 
 def restore_payloads(record: Record, read: Callable[[str], bytes | None]) -> Record:
-    """Returns a record with the payloads that `detach_payloads` removed; `read` returns one by digest."""
+    """Returns a record with the payloads that `detach_payloads` removed; `read` returns one by digest.
+
+    Raises JournalError for a payload that is not what was written.
+    """
 
     def restore(media: Media) -> Media:
-        payload = media.payload or read(media.digest)
+        if media.payload:
+            return media
+        payload = read(media.digest)
+        if payload and media.digest != xxhash.xxh3_128_hexdigest(payload):
+            raise JournalError(f"media {media.digest}: the payload in the journal is damaged")
         return structs.replace(media, payload=payload) if payload else media
 
     return _map_media(record, restore)

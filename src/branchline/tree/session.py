@@ -276,8 +276,9 @@ class Session:
         record = Delivered(call.index, delivery)
         with self._commit_lock:
             # Lazy: if a successful delivery is lost in a crash, the call is pending until a call continues
-            # it.
-            durable = self._append_record(record, lazy=delivery is Delivery.DELIVERED)
+            # it. Also while the journal has failed: then it takes a record only if it need not be durable.
+            has_failed = self._journal is not None and self._journal.failure is not None
+            durable = self._append_record(record, lazy=has_failed or delivery is Delivery.DELIVERED)
             self.tree.apply(record)
             return durable
 
@@ -294,19 +295,13 @@ class Session:
         return self.tree.copy(self._commit_lock)
 
     def _append_record(self, record: TreeRecord, *, lazy: bool = False) -> Future[int] | None:
+        """Appends a record that is applied next. Raises JournalError if the journal will never hold it."""
         if self._journal is None:
             return None
-        if self._journal.failure is not None:
-            raise self._journal.failure
         payloads: dict[str, bytes] = {}
         if isinstance(record, TreeDelta) and any(node.message.parts for node in record.nodes):
             record, payloads = detach_payloads(record)
-        durable = self._journal.append(self.id, encode_record(record), lazy=lazy, media=payloads)
-        # A rejection is immediate: a record that the journal will never hold must not enter the tree.
-        rejection = durable.exception() if durable.done() else None
-        if rejection is not None:
-            raise rejection
-        return durable
+        return self._journal.append(self.id, encode_record(record), lazy=lazy, media=payloads, retain=True)
 
 
 def _sampled_mask(pieces: Sequence[Ids], sampled_ids: Sequence[Ids | None]) -> NDArray[np.bool_]:

@@ -59,6 +59,7 @@ class Node:
     agent: str | None = None
     """The agent that sampled it; None for context."""
     children: dict[bytes, list[Node]] | None = None
+    """By key. A node knows its children as long as its tree exists."""
 
     @property
     def is_sampled(self) -> bool:
@@ -194,6 +195,12 @@ class Tree:
         self.sampled_tool_calls: dict[str, ToolCall] = {}
         """Sampled tool calls by their wire ids."""
         self._resumed_calls: set[int] = set()
+
+    def __del__(self) -> None:
+        # Parents and children refer to each other. Without this, the nodes of a tree that is no longer used
+        # would stay in memory until the next garbage collection. A node that is still used keeps its path.
+        for node in self.nodes:
+            node.children = None
 
     @property
     def token_count(self) -> int:

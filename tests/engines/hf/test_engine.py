@@ -168,6 +168,14 @@ def test_stop_id_ends_a_generation_and_is_its_last_id() -> None:
         ([1], SamplingParams(presence_penalty=float("inf")), "presence_penalty: got inf"),
         ([1], SamplingParams(frequency_penalty=float("nan")), "frequency_penalty: got nan"),
         ([1], SamplingParams(grammar={"type": "json_object"}), "grammar"),
+        ([1], SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias: got 1000, expected ids from 0 to 999"),
+        ([1], SamplingParams(allowed_token_ids=(5, VOCAB)), "allowed_token_ids: got 1000"),
+        (
+            [1],
+            SamplingParams(allowed_token_ids=(5,), stop_ids=(5,), min_tokens=1),
+            "allowed_token_ids: got only stop ids",
+        ),
+        ([1], SamplingParams(bad_words=("no",)), "bad_words"),
     ],
 )
 def test_invalid_request_is_refused(ids: list[int], params: SamplingParams, message: str) -> None:

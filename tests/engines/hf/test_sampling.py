@@ -122,3 +122,57 @@ def test_rows_with_different_parameters_share_a_batch() -> None:
     assert together.ids == [draws.ids[0] for draws in apart]
     assert together.logprobs == pytest.approx([draws.logprobs[0] for draws in apart])
     assert together.ids[4] == logits[4].argmax().item(), "a temperature near 0 is greedy"
+
+
+# -- constraints -------------------------------------------------------------------------------------
+
+STOP = 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.dictionaries(st.integers(0, 7), st.floats(-100, 100, width=32), max_size=4),
+    st.sets(st.integers(0, 7)),
+    st.integers(0, 2),
+)
+def test_constraints_change_what_is_sampled_and_not_the_raw_logprobs(
+    seed: int, bias: dict[int, float], allowed: set[int], min_tokens: int
+) -> None:
+    if min_tokens and allowed == {STOP}:
+        allowed = set()
+    torch.manual_seed(seed)
+    logits = torch.randn(1, 8)
+    job = make_job(
+        seed,
+        logit_bias=bias,
+        allowed_token_ids=tuple(allowed),
+        min_tokens=min_tokens,
+        stop_ids=(STOP,),
+        requested_fields=("logit_bias",),
+    )
+    job.append(5)
+    scores = logits[0].clone()
+    for token, value in bias.items():
+        scores[token] += value
+    excluded = [token for token in range(8) if allowed and token not in allowed]
+    # One token was sampled already.
+    excluded += [STOP] if min_tokens > 1 else []
+    scores[excluded] = float("-inf")
+    draw = sampling.sample(logits, [job], "processed")
+    assert draw.ids[0] not in excluded
+    assert draw.logprobs[0] == pytest.approx(float(scores.log_softmax(-1)[draw.ids[0]]), abs=1e-5)
+    assert draw.raw_logprobs[0] == pytest.approx(float(logits[0].log_softmax(-1)[draw.ids[0]]), abs=1e-5)
+    greedy = make_job(seed, temperature=0.0, logit_bias={2: 100.0}, requested_fields=("logit_bias",))
+    assert sampling.sample(logits, [greedy], "raw").ids == [2]
+
+
+def test_rows_without_constraints_are_sampled_as_before() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(2, 8)
+    plain = make_job(3)
+    biased = make_job(4, allowed_token_ids=(6,), requested_fields=("allowed_token_ids",))
+    both = sampling.sample(logits, [plain, biased], "processed")
+    alone = sampling.sample(logits[:1], [make_job(3)], "processed")
+    assert (both.ids[0], both.logprobs[0]) == (alone.ids[0], alone.logprobs[0])
+    assert (both.ids[1], both.logprobs[1]) == (6, 0.0)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'branch
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
 
 from branchline.engines.hf import scheduler
+from branchline.engines.hf.decode_graphs import DecodeGraphs
 from branchline.engines.hf.job import Job
 from tests.engines.tiny_model import greedy, hf, prompt, reference_ids, tiny_model, torch
 
@@ -101,8 +105,16 @@ def test_prompt_removed_half_way_leaves_no_nan_in_its_row() -> None:
     assert next_in_row.output_ids.tolist() == reference_ids(tiny_model(), prompt(2, 12), 30)
 
 
+class UncapturedSteps(DecodeGraphs):
+    """The padded decode steps of a GPU, on a CPU."""
+
+    def run(self, shape: tuple[int, int], compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_order_of_adding_removing_and_invalidating_gives_the_same_ids(seed: int) -> None:
+def test_any_order_of_adding_removing_and_invalidating_gives_the_same_ids(seed: int, is_padded: bool) -> None:
     """Small limits, shared prefixes, random removals and invalidations: the ids are those of `generate`."""
     random = np.random.default_rng(seed)
     token_bytes = 3 * 2 * 2 * 16 * 4
@@ -113,6 +125,8 @@ def test_any_order_of_adding_removing_and_invalidating_gives_the_same_ids(seed: 
         prefill_tokens=int(random.integers(8, 200)),
     )
     work = scheduler.Scheduler(tiny_model(), config)
+    if is_padded:
+        work._kv_cache._decode_graphs = UncapturedSteps()
     trunk, model = prompt(99, 240).tolist(), tiny_model()
     jobs, removed = [], set()
     with torch.inference_mode():

@@ -321,10 +321,10 @@ def test_statuses_have_anthropics_error_types() -> None:
         async with messages_client(*faults) as c:
             body: Any = {"model": "toy", "max_tokens": 5, "messages": [{"role": "user", "content": "p"}]}
             assert (await c.refusal(body, status=502))["type"] == "api_error"
+            unknown = f"{c.client.gateway.url}/sessions/unknown"
+            admin = c.sdk.with_options(base_url=unknown, api_key=c.client.gateway.admin_key)
             with pytest.raises(anthropic.NotFoundError, match="unknown"):
-                await c.sdk.with_options(base_url=f"{c.client.gateway.url}/sessions/unknown").messages.create(
-                    **body
-                )
+                await admin.messages.create(**body)
             with pytest.raises(anthropic.PermissionDeniedError, match="permission_error"):
                 await c.sdk.with_options(api_key="wrong").messages.create(**body)
             without_key = await c.client.http.post(c.url, json=body)

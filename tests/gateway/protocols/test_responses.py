@@ -428,6 +428,8 @@ def test_text_format_becomes_the_response_format_of_chat_completions() -> None:
             refused = await post_responses(a, "p", text={"format": format})
             assert refused.status_code == 400
             assert "response_format" in refused.json()["error"]["message"]
+            a.engine.supported_fields = frozenset({"response_format"})
+            await respond(a, "p", text={"format": format})
             await respond(a, "p", text={"format": {"type": "text"}, "verbosity": "low"})
             schema = {"name": "n", "schema": {"type": "object"}, "strict": True}
             assert seen == [{"type": "json_schema", "json_schema": schema}, None]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +20,9 @@ from hypothesis import strategies as st  # noqa: E402
 
 from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.export.packing import TrainingRow  # noqa: E402
+from branchline.train.demo import ablations  # noqa: E402
 from branchline.train.demo.ablations import Drift, encode_again, logprob_gaps  # noqa: E402
-from branchline.train.demo.demo import MODEL_FOLDER  # noqa: E402
+from branchline.train.demo.demo import MODEL_FOLDER, DemoSettings  # noqa: E402
 from branchline.train.demo.warm_start import create_model  # noqa: E402
 from tests.export.packed_rows import make_row  # noqa: E402
 
@@ -101,6 +105,53 @@ def test_the_gap_is_that_of_the_trained_and_the_sampled_tokens() -> None:
     assert {round(abs(gap * size + sign * engine_sum), 3) for sign in (1, -1)} & {
         round(abs(found * own_size + sign * own_sum), 3) for sign in (1, -1)
     }
+
+
+def make_outcome(folder: Path, variant: str, seed: int, rewards: list[float]) -> None:
+    run_folder = folder / f"{variant.replace(' ', '-')}-seed{seed}"
+    run_folder.mkdir(parents=True)
+    outcome = {"variant": variant, "seed": seed, "steps": len(rewards), "rewards": rewards, **Drift().summary}
+    (run_folder / "outcome.json").write_text(json.dumps(outcome))
+
+
+def test_variants_that_ran_apart_are_drawn_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_outcome(tmp_path, "exact", 0, [0.2, 0.8])
+    make_outcome(tmp_path, "exact", 1, [0.4, 0.6])
+    make_outcome(tmp_path, "no shares", 0, [0.1, 0.3])
+    assert ablations.main(["--folder", str(tmp_path), "--figure-only"]) == 0
+    assert (tmp_path / "ablations.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "ablations.md").read_text()
+    assert "| exact | 0.80 0.60 |" in table
+    assert "| no shares | 0.30 |" in table
+    assert table in capsys.readouterr().out
+
+
+def test_a_folder_without_outcomes_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ablations.main(["--folder", str(tmp_path), "--figure-only"]) == 2
+    assert f"--folder: got {tmp_path}, expected runs with outcome.json" in capsys.readouterr().err
+
+
+def test_runs_of_different_lengths_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_outcome(tmp_path, "exact", 0, [0.2, 0.8])
+    make_outcome(tmp_path, "exact", 1, [0.4])
+    assert ablations.main(["--folder", str(tmp_path), "--figure-only"]) == 2
+    assert "steps: got 1 and 2, expected runs of one length" in capsys.readouterr().err
+
+
+def test_a_variant_that_runs_apart_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, int]] = []
+
+    async def run_variant(variant: str, settings: DemoSettings, folder: Path) -> dict[str, Any]:
+        started.append((variant, settings.seed))
+        return {}
+
+    monkeypatch.setattr(ablations, "run_variant", run_variant)
+    options = ["--folder", str(tmp_path), "--no-figure", "--variants", "no shares", "--seeds", "1", "2"]
+    assert ablations.main(options) == 0
+    assert started == [("no shares", 1), ("no shares", 2)]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_summary_of_nothing_is_zero() -> None:

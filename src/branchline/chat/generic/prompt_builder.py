@@ -144,6 +144,8 @@ class PromptBuilder:
             if remembered is not None
             else self._compare_with_path_ids(text, marked)
         )
+        if kept_prefix.message_ends and not self._is_marked(len(kept_prefix.message_ends) - 1):
+            kept_prefix = self._without_joined_end(text, kept_prefix)
         kept = len(kept_prefix.message_ends)
         cursor = kept_prefix.message_ends[-1] if kept_prefix.message_ends else 0
         mismatches: dict[int, RewriteReason] = {}
@@ -234,6 +236,21 @@ class PromptBuilder:
             cursor = end
             ends.append(cursor)
         return KeptPrefix(tuple(ends))
+
+    def _without_joined_end(self, text: str, kept: KeptPrefix) -> KeptPrefix:
+        """Drops the last kept message if a token now crosses its end: it was followed by a control token, and
+        is followed by text since a reply was deleted."""
+        *before, end = kept.message_ends
+        index, start = len(before), before[-1] if before else 0
+        ids = self._path[index].ids
+        stop, *_ = next(self._encoder.find_added_tokens(text, end), (len(text),))
+        if stop == end or not len(ids) or self._encoder.is_control[ids[-1]]:
+            return kept
+        parts = [self._finder.markers.strip(text[start:end]), self._finder.markers.strip(text[end:stop])]
+        (shown, _), _ = self._encoder.encode_parts(parts, self._last_id(index))
+        if np.array_equal(shown, ids):
+            return kept
+        return KeptPrefix(tuple(before), kept.reason or RewriteReason.REWRITTEN)
 
     def _match_ids_at(self, text: str, offset: int, ids: Ids, after: int | None) -> int | None:
         """Returns the end of the text at an offset that recorded ids show, or None if the text differs."""

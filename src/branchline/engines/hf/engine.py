@@ -34,7 +34,7 @@ from branchline.chat.vision import ImageProcessor, ImageSpan, VisionConfig
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, LogprobKind, SamplingParams
+from branchline.engines.base import STOP_FIELDS, Chunk, LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
 from branchline.engines.hf.validation import check_request, check_weights, find_max_context
@@ -79,6 +79,8 @@ class _TokenStream:
 class HfEngine:
     """A transformers causal language model that samples for many sessions at once."""
 
+    supported_fields = STOP_FIELDS | {"logit_bias", "min_tokens", "allowed_token_ids"}
+    constrains_raw_logprobs = False
     logprobs_after_truncation: bool | None = True
     greedy_logprob_temperature: float | None = 0.0
     """At temperature 0 the distribution sampled from is one id with probability 1."""

@@ -24,6 +24,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from branchline.core.errors import EngineInputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.hf import attention
+from branchline.engines.hf.decode_graphs import DecodeGraphs
 from branchline.engines.hf.prefix_cache import KeysValues
 
 # Rows grow by this many tokens at a time; each time all rows are copied.
@@ -129,6 +130,10 @@ class BatchKvCache:
         self._visible_bias = torch.zeros((), dtype=self._layers[0].shapes[0].dtype, device=self.device)
         self._masked_bias = torch.full_like(self._visible_bias, torch.finfo(self._visible_bias.dtype).min)
         self.capacity = (0, 0)
+        self._decode_graphs = DecodeGraphs() if self.device.type == "cuda" else None
+        # Ids, positions and write positions of a decode step, and the numbers of its rows.
+        self._decode_inputs = self._tensor(np.zeros((3, max_rows), np.int64))
+        self._row_numbers = self._tensor(np.arange(max_rows))
 
     def reserve(self, rows: int, length: int) -> bool:
         """Grows to this many rows of this many tokens; returns False if the limit does not allow it."""
@@ -175,6 +180,8 @@ class BatchKvCache:
         """Computes `ids[i]` from position `starts[i]` of row `rows[i]` on; returns the logits after the last
         id of each row: [rows, vocab]. Shorter rows are left-padded, so that their last query is real."""
         counts = [len(part) for part in ids]
+        if self._decode_graphs is not None and multimodal is None and max(counts) == 1:
+            return self._decode(self._decode_graphs, rows, starts, [int(part[0]) for part in ids])
         tokens_b_q, positions_b_q, is_real_b_q = _pad_batch(starts, ids, counts)
         write_positions = positions_b_q.ravel() if is_real_b_q is None else positions_b_q[is_real_b_q]
         is_consecutive = list(rows) == list(range(rows[0], rows[0] + len(rows)))
@@ -186,20 +193,50 @@ class BatchKvCache:
             write_positions=self._tensor(write_positions),
             is_real_b_q=None if is_real_b_q is None else self._tensor(is_real_b_q),
         )
-        for layer in self._layers:
-            layer.plan = plan
         positions = self._tensor(positions_b_q)
         # For rows of equal length the model's own mask is right, and often is none, which is faster.
         is_uniform = is_real_b_q is None and len(set(starts)) == 1
         inputs: dict[str, Any] = {"input_ids": self._tensor(tokens_b_q), "position_ids": positions}
         if multimodal is not None:
             inputs = self._multimodal_arguments(inputs["input_ids"], positions_b_q, multimodal)
+        return self._run_model(plan, inputs, None if is_uniform else self._mask(positions, plan.length))
+
+    def _decode(
+        self, graphs: DecodeGraphs, rows: Sequence[int], starts: Sequence[int], ids: Sequence[int]
+    ) -> Tensor:
+        """`forward` with one id for each row, in one of few shapes: rows are rounded up to a power of two,
+        keys to `GROWTH_TOKENS`. A row that is not among `rows` writes to its last position, which no row
+        reaches before all rows are moved."""
+        count = min(1 << max(rows).bit_length(), self.capacity[0])
+        length = -(-(max(starts) + 1) // GROWTH_TOKENS) * GROWTH_TOKENS
+        inputs = np.zeros((3, count), np.int64)
+        inputs[2] = self.capacity[1] - 1
+        inputs[:, rows] = ids, starts, starts
+        self._decode_inputs[:, :count].copy_(torch.from_numpy(inputs))
+
+        def compute() -> Tensor:
+            tokens_b_q, positions_b_q = self._decode_inputs[:2, :count, None]
+            plan = StepPlan(
+                rows=slice(0, count),
+                width=1,
+                length=length,
+                write_rows=self._row_numbers[:count],
+                write_positions=self._decode_inputs[2, :count],
+                is_real_b_q=None,
+            )
+            step = {"input_ids": tokens_b_q, "position_ids": positions_b_q}
+            return self._run_model(plan, step, self._mask(positions_b_q, length))
+
+        logits = graphs.run((count, length), compute)
+        return logits[: len(rows)] if rows[-1] == len(rows) - 1 else logits[self._tensor(np.array(rows))]
+
+    def _run_model(
+        self, plan: StepPlan, inputs: dict[str, Any], mask: Tensor | dict[str, Tensor] | None
+    ) -> Tensor:
+        for layer in self._layers:
+            layer.plan = plan
         output = self._model(
-            **inputs,
-            attention_mask=None if is_uniform else self._mask(positions, plan.length),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
+            **inputs, attention_mask=mask, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
         logits: Tensor = output.logits[:, -1]
         return logits
@@ -233,6 +270,8 @@ class BatchKvCache:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _resize(self, rows: int, length: int) -> None:
+        if self._decode_graphs is not None:
+            self._decode_graphs.clear()
         for layer in self._layers:
             layer.resize(rows, length)
         self.capacity = (rows, length)

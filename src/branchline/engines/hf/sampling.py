@@ -4,9 +4,9 @@ Invariant: what a row samples depends on its logits, parameters, seed and positi
 a position is a hash of seed and position, so other rows of the batch, a preemption or a continuation on
 another replica change nothing.
 
-The order is that of transformers: penalties, temperature, top-k, top-p, min-p. `raw` logprobs are those of
-the unchanged logits; `processed` ones are those of the distribution sampled from, which at temperature 0 is
-one id with probability 1.
+The order is that of transformers: bias and excluded ids, penalties, temperature, top-k, top-p, min-p. `raw`
+logprobs are those of the unchanged logits; `processed` ones are those of the distribution sampled from, which
+at temperature 0 is one id with probability 1.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ def _apply_penalties(logits_b_v: Tensor, jobs: Sequence[Job]) -> Tensor:
     scores_b_v = logits_b_v
     for row, job in enumerate(jobs):
         params = job.params
+        if params.requested_fields:
+            if scores_b_v is logits_b_v:
+                scores_b_v = logits_b_v.clone()
+            _constrain(scores_b_v[row], job)
         if not (params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1):
             continue
         if job.penalty_counts is None:
@@ -84,8 +88,22 @@ def _apply_penalties(logits_b_v: Tensor, jobs: Sequence[Job]) -> Tensor:
             job.penalty_counts = PenaltyCounts(job.prompt_ids, job.output_ids, vocab, device)
         if scores_b_v is logits_b_v:
             scores_b_v = logits_b_v.clone()
-        scores_b_v[row] = job.penalty_counts.apply(logits_b_v[row], params)
+        scores_b_v[row] = job.penalty_counts.apply(scores_b_v[row], params)
     return scores_b_v
+
+
+def _constrain(scores_v: Tensor, job: Job) -> None:
+    """Adds the bias of ids to their scores, and excludes ids that must not be sampled now."""
+    params, device = job.params, scores_v.device
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=device)
+        scores_v[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores_v.dtype, device=device)
+    if params.allowed_token_ids:
+        is_excluded_v = torch.ones_like(scores_v, dtype=torch.bool)
+        is_excluded_v[list(params.allowed_token_ids)] = False
+        scores_v[is_excluded_v] = _NEGATIVE_INFINITY
+    if params.stop_ids and len(job.output_ids) < params.min_tokens:
+        scores_v[[token for token in params.stop_ids if token < len(scores_v)]] = _NEGATIVE_INFINITY
 
 
 def _draw(scores_b_v: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:

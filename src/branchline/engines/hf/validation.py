@@ -58,9 +58,23 @@ def check_request(prompt_ids: Ids, params: SamplingParams, vocab_size: int, max_
         ("frequency_penalty", isfinite(params.frequency_penalty), "a number"),
         ("repetition_penalty", 0 < params.repetition_penalty < inf, "a number above 0"),
         ("grammar", params.grammar is None, "none: this engine supports no grammar"),
+        ("bad_words", not params.bad_words, "none: this engine does not support them"),
     ):
         if not is_valid:
             raise EngineInputError(f"{field}: got {getattr(params, field)!r}, expected {expected}")
+    for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise EngineInputError(f"{field}: got {wrong}, expected ids from 0 to {vocab_size - 1}", field)
+    if (
+        params.min_tokens
+        and params.allowed_token_ids
+        and not {*params.allowed_token_ids} - {*params.stop_ids}
+    ):
+        raise EngineInputError(
+            f"allowed_token_ids: got only stop ids, expected others for min_tokens {params.min_tokens}",
+            "allowed_token_ids",
+        )
     if max_context is not None and size + params.max_tokens > max_context:
         raise EngineInputError(
             f"prompt_ids and max_tokens: got {size} + {params.max_tokens} ids,"

@@ -77,6 +77,8 @@ class ErrorInfo:
     code: str | None = None
     """The code by which programs recognise it."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    type: str | None = None
+    """The error's type as an upstream named it; None: it follows from the status."""
 
 
 ProtocolRequest = TypeVar("ProtocolRequest", bound=ParsedRequest)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from branchline.chat.base import Codec
 from branchline.core.call import Request
-from branchline.core.reader import read_messages
-from branchline.core.token_arrays import Floats, Ids
+from branchline.core.reader import read_messages, write_message
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,
     CompletionRequest,
@@ -37,8 +36,8 @@ from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.message_cache import BodyReader, parse_json
+from branchline.runtime.request_fields import READ_FIELDS
 from branchline.runtime.sampling import (
-    SAMPLING_FIELDS,
     JsonObject,
     explicit_sampling,
     merge_sampling,
@@ -96,6 +95,8 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
             stream=read_bool(fields, "stream"),
             stop=read_strings(fields, "stop") if "stop" in fields else (),
             single_tool_call=tool_set.is_legacy or not read_bool(fields, "parallel_tool_calls", True),
+            tool_choice=tool_set.choice,
+            other_fields={name: body[name] for name in body.keys() - _READ_FIELDS if body[name] is not None},
         ),
         context.model,
         include_usage="stream_options" in fields and read_include_usage(fields),
@@ -106,12 +107,33 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
     )
 
 
-def upstream_options(body: bytes, session: SessionOptions, tools: Sequence[JsonObject]) -> dict[str, Any]:
-    """All fields of a body for an upstream of the same protocol, also those that are not read here.
+def for_upstream(body: bytes, call_request: CallRequest, session: SessionOptions) -> CallRequest:
+    """The call with the fields and messages of its body as they are, for an upstream of the same protocol."""
+    fields = parse_json(body)  # may fail in a field that was not decoded before
+    request = call_request.request
+    messages = [
+        raw if _is_known_to_upstreams(raw) else write_message(message)
+        for raw, message in zip(fields["messages"], request.messages, strict=True)
+    ]
+    options = _upstream_options(fields, session, request.tools)
+    return replace(call_request, upstream_options=options, upstream_messages=messages)
+
+
+def _is_known_to_upstreams(message: JsonObject) -> bool:
+    """Whether a message has the form in which the upstream is offered tools: not as legacy functions, not as
+    custom tools."""
+    calls = message.get("tool_calls")
+    is_custom = isinstance(calls, list) and any(call.get("type") not in (None, "function") for call in calls)
+    return not is_custom and message.get("function_call") is None and message.get("role") != "function"
+
+
+def _upstream_options(
+    fields: JsonObject, session: SessionOptions, tools: Sequence[JsonObject]
+) -> dict[str, Any]:
+    """All fields of a body, also those that are not read here.
 
     The session's sampling is merged in. `tools` has only those that the upstream runs itself.
     """
-    fields = parse_json(body)  # may fail in a field that was not decoded before
     forwarded = {
         name: value for name, value in fields.items() if value is not None and name not in _OVERRIDDEN_FIELDS
     }
@@ -157,11 +179,13 @@ def _choice(parsed: ChatRequest, index: int, answer: Answer, codec: Codec) -> di
         fields["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         fields |= parsed.tool_set.to_wire(message.tool_calls)
+    if message.extra_fields:
+        fields = {**parse_json(message.extra_fields.encode()), **fields}
     choice: dict[str, Any] = {
         "index": index,
         "message": fields,
         "finish_reason": parsed.tool_set.finish_reason(answer.finish_reason),
-        "logprobs": _logprobs(parsed, answer.ids, answer.logprobs, codec) if parsed.logprobs else None,
+        "logprobs": _logprobs(parsed, answer, codec) if parsed.logprobs else None,
     }
     if parsed.return_token_ids:
         choice["token_ids"] = answer.ids.tolist()
@@ -170,17 +194,20 @@ def _choice(parsed: ChatRequest, index: int, answer: Answer, codec: Codec) -> di
     return choice
 
 
-def usage(result: CallResult) -> dict[str, int]:
+def usage(result: CallResult) -> dict[str, Any]:
+    if result.upstream_usage is not None and result.upstream_usage.fields:
+        prompt, sampled = result.prompt_tokens, result.sampled_tokens
+        return {"total_tokens": prompt + sampled, **result.upstream_usage.fields}
     prompt, sampled = result.prompt_tokens, result.sampled_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _logprobs(
-    parsed: CompletionRequest, ids: Ids, logprobs: Floats | None, codec: Codec
-) -> dict[str, Any] | None:
-    if logprobs is None:
+def _logprobs(parsed: CompletionRequest, tokens: Answer | AnswerDelta, codec: Codec) -> dict[str, Any] | None:
+    if tokens.logprob_entries:
+        return {"content": tokens.logprob_entries, "refusal": None}
+    if tokens.logprobs is None:
         return None
-    entries = logprob_entries(ids, logprobs, codec, with_top_logprobs=parsed.top_logprobs)
+    entries = logprob_entries(tokens.ids, tokens.logprobs, codec, with_top_logprobs=parsed.top_logprobs)
     return {"content": entries, "refusal": None}
 
 
@@ -206,7 +233,7 @@ class ChatStream:
 
     def encode_delta(self, delta: AnswerDelta) -> bytes:
         first = self._first_delta(delta.index)
-        contents = [first] if first else []
+        contents: list[JsonObject] = [first] if first else []
         for part in delta.deltas:
             if part.tool_call is not None:
                 contents.append(self.parsed.tool_set.to_wire([part.tool_call], part.index))
@@ -216,10 +243,12 @@ class ChatStream:
                 contents.append({"content": part.content})
         tokens: dict[str, Any] = {}
         if self.parsed.logprobs:
-            tokens["logprobs"] = _logprobs(self.parsed, delta.ids, delta.logprobs, self.codec)
+            tokens["logprobs"] = _logprobs(self.parsed, delta, self.codec)
         if self.parsed.return_token_ids:
             tokens["token_ids"] = delta.ids.tolist()
-        if not contents and tokens and len(delta.ids):
+        if delta.extra:
+            contents.append(delta.extra)
+        if not contents and tokens and (len(delta.ids) or delta.logprob_entries):
             contents.append({})
         choices = [{"index": delta.index, "delta": content, "finish_reason": None} for content in contents]
         if choices:
@@ -276,42 +305,22 @@ _ERROR_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
 }
 
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
     """OpenAI's error envelope."""
-    kind = _ERROR_TYPES.get(info.status, "server_error")
+    kind = info.type or _ERROR_TYPES.get(info.status, "server_error")
     return {"error": {"message": info.message, "type": kind, "param": info.param, "code": info.code}}
 
 
-_BODY_READER = BodyReader(
-    "messages",
-    [
-        *SAMPLING_FIELDS,
-        "model",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "parallel_tool_calls",
-        "chat_template_kwargs",
-        "max_tokens",
-        "max_completion_tokens",
-        "n",
-        "stop",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "response_format",
-        "return_token_ids",
-        "user",
-    ],
-    raw_fields=["tools"],
-)
+_READ_FIELDS = READ_FIELDS["chat/completions"]
+_BODY_READER = BodyReader("messages", sorted(_READ_FIELDS - {"messages", "tools"}), raw_fields=["tools"])
 
 CHAT = WireProtocol(
     "chat",

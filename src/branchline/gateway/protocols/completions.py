@@ -26,6 +26,7 @@ from branchline.gateway.protocols.chat import error_body, usage
 from branchline.gateway.protocols.logprobs import TextOffsets, logprob_entries
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
+from branchline.runtime.request_fields import READ_FIELDS
 from branchline.runtime.sampling import (
     JsonObject,
     explicit_sampling,
@@ -36,12 +37,14 @@ from branchline.runtime.sampling import (
     read_strings,
 )
 
+_READ_FIELDS = READ_FIELDS["completions"]
 _MAX_LOGPROBS = 20
 
 
 def read_request(body: object, context: RequestContext) -> CompletionRequest:
     """Reads a body; the session's own sampling overrides the client's."""
     fields = merge_sampling(body, context.managed.options)
+    assert isinstance(body, dict)
     for name, supported in (("echo", False), ("suffix", ""), ("best_of", fields.get("n", 1))):
         if fields.get(name, supported) != supported:
             raise MessageError(name, fields[name], f"{supported!r}, the only supported value")
@@ -64,6 +67,7 @@ def read_request(body: object, context: RequestContext) -> CompletionRequest:
             stream=read_bool(fields, "stream"),
             stop=read_strings(fields, "stop"),
             raw_prompt=prompt,
+            other_fields={name: fields[name] for name in fields.keys() & body.keys() - _READ_FIELDS},
         ),
         context.model,
         include_usage=read_include_usage(fields),

@@ -7,7 +7,7 @@ the logprob of the sampled token only, so it is the only entry in a list of alte
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from branchline.chat.base import Codec
@@ -65,14 +65,17 @@ class LogprobAligner:
         self._next_token = 0
         """The first token that was not assigned."""
 
-    def add_tokens(self, ids: Ids, logprobs: Floats | None) -> None:
-        """Adds sampled tokens; tokens without logprobs are ignored."""
-        if logprobs is None:
-            return
-        for entry in logprob_entries(ids, logprobs, self._codec, with_top_logprobs=self._with_top_logprobs):
+    def add_tokens(
+        self, ids: Ids, logprobs: Floats | None, upstream_entries: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Adds sampled tokens, or those of an upstream; tokens without logprobs are ignored."""
+        entries = [dict(entry) for entry in upstream_entries]
+        if not entries and logprobs is not None:
+            entries = logprob_entries(ids, logprobs, self._codec, with_top_logprobs=self._with_top_logprobs)
+        for entry in entries:
             self._entries.append(entry)
             self._starts.append(len(self._bytes))
-            self._bytes += bytes(entry["bytes"])
+            self._bytes += bytes(entry.get("bytes") or entry["token"].encode())
 
     def entries_for_text(self, text: str) -> list[LogprobEntry]:
         """The entries of the next text; [] if the tokens do not contain it."""

@@ -37,6 +37,7 @@ from branchline.gateway.protocols.messages_blocks import (
 from branchline.gateway.protocols.vendor_tools import anthropic_tool, warn_unsupported_tool
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
+from branchline.runtime.request_fields import READ_FIELDS
 from branchline.runtime.sampling import (
     JsonObject,
     explicit_sampling,
@@ -46,6 +47,7 @@ from branchline.runtime.sampling import (
     read_strings,
 )
 
+_READ_FIELDS = READ_FIELDS["messages"]
 _TOOL_CHOICE_TYPES = ("auto", "any", "tool", "none")
 _THREAD_FIELD = "thread.previous_message_id"
 
@@ -53,7 +55,10 @@ _THREAD_FIELD = "thread.previous_message_id"
 def read_request(body: object, context: RequestContext) -> ParsedRequest:
     """Reads a body; the session's own sampling overrides the client's."""
     options = context.managed.options
-    fields = merge_sampling(body, options)
+    fields = merge_sampling(
+        {**body, **_chat_sampling_fields(body)} if isinstance(body, dict) else body, options
+    )
+    assert isinstance(body, dict)
     _reject_thread(fields.get("thread"))
     tool_choice, single_tool_call = _read_tool_choice(fields)
     request = Request.read(
@@ -73,8 +78,42 @@ def read_request(body: object, context: RequestContext) -> ParsedRequest:
         stop=read_strings(fields, "stop" if has_stop else "stop_sequences"),
         single_tool_call=single_tool_call,
         tool_choice=tool_choice,
+        other_fields={name: body[name] for name in body.keys() - _READ_FIELDS if body[name] is not None},
+        upstream_fields=_upstream_fields(body),
     )
     return ParsedRequest(call_request, context.model)
+
+
+def _chat_sampling_fields(body: JsonObject) -> dict[str, Any]:
+    """The format of the answer, under the name of Chat Completions."""
+    config = body.get("output_config")
+    format = config.get("format") if isinstance(config, dict) else None
+    path = "output_config.format" if format is not None else "output_format"
+    format = body.get("output_format") if format is None else format
+    match format:
+        case None:
+            return {}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": schema},
+                }
+            }
+    raise MessageError(path, format, "a json_schema with a schema")
+
+
+def _upstream_fields(body: JsonObject) -> dict[str, Any]:
+    """What an upstream can follow, under the names of Chat Completions. Its `user` is `metadata.user_id`."""
+    config, metadata = body.get("output_config"), body.get("metadata")
+    fields: dict[str, Any] = {}
+    if isinstance(config, dict) and config.get("effort") is not None:
+        fields["reasoning_effort"] = config["effort"]
+    if isinstance(metadata, dict):
+        labels = {name: value for name, value in metadata.items() if name != "user_id" and value is not None}
+        fields |= {"metadata": labels} if labels else {}
+        fields |= {"user": metadata["user_id"]} if metadata.get("user_id") is not None else {}
+    return fields
 
 
 def _reject_thread(thread: object) -> None:
@@ -181,7 +220,10 @@ def _stop_fields(answer: Answer) -> dict[str, Any]:
 
 def usage(result: CallResult) -> dict[str, int]:
     """Reused tokens count as cache reads: the three input counts add up to the prompt."""
-    reused = result.reused_tokens
+    counted = result.upstream_usage
+    reused = (
+        result.reused_tokens if counted is None else min(counted.cached_tokens or 0, result.prompt_tokens)
+    )
     return _usage_fields(result.prompt_tokens - reused, reused, result.sampled_tokens)
 
 
@@ -304,6 +346,7 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    529: "overloaded_error",
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from branchline.core.call import ToolList
@@ -188,6 +189,8 @@ class ToolSet:
     aliases: Mapping[str, ToolAlias] = field(default_factory=dict)
     is_legacy: bool = False
     """The client uses `functions` and does not know `tool_calls`."""
+    choice: object = None
+    """The tool that the model is asked to call, or `required`; None if it is free to call none."""
 
     def to_wire(self, calls: Sequence[ToolCall], first: int | None = None) -> dict[str, Any]:
         """Calls as fields of a message; in a stream they are numbered from `first` on."""
@@ -196,6 +199,8 @@ class ToolSet:
         wire_calls = []
         for number, call in enumerate(calls, first or 0):
             wire_call = {"id": call.id, **self._call_body(call)}
+            if call.extra_fields:
+                wire_call = {**msgspec.json.decode(call.extra_fields), **wire_call}
             wire_calls.append(wire_call if first is None else {"index": number, **wire_call})
         return {"tool_calls": wire_calls}
 
@@ -221,7 +226,11 @@ def read_tool_set(body: JsonObject, fields: JsonObject, cache: MessageCache) -> 
     choice = fields.get(choice_name, "auto")
     if choice not in ("auto", "none", "required") and not isinstance(choice, dict):
         raise MessageError(choice_name, choice, "none, auto, required or a tool's name in an object")
-    return ToolSet(is_legacy=tool_set.is_legacy) if choice == "none" else tool_set
+    if choice == "auto":
+        return tool_set
+    if choice == "none":
+        return ToolSet(is_legacy=tool_set.is_legacy)
+    return ToolSet(tool_set.tools, tool_set.aliases, tool_set.is_legacy, choice)
 
 
 def _parse_tool_set(raw: object) -> ToolSet:

@@ -26,6 +26,7 @@ from branchline.gateway.protocols.openai_tools import read_openai_tools, transla
 from branchline.gateway.protocols.responses_input import RESPONSE_ID_PREFIX, ItemReader, ResponseHistory
 from branchline.gateway.protocols.responses_output import ResponsesRequest, ResponsesStream, build_response
 from branchline.runtime.call_record import CallRequest
+from branchline.runtime.request_fields import READ_FIELDS
 from branchline.runtime.sampling import (
     JsonObject,
     explicit_sampling,
@@ -57,6 +58,7 @@ _ECHOED_DEFAULTS: dict[str, Any] = {
     "user": None,
 }
 """Fields of a request that its response repeats, and their values if the request has none."""
+_READ_FIELDS = READ_FIELDS["responses"]
 _UNSUPPORTED = {
     "conversation": "nothing: send the whole input, or previous_response_id",
     "prompt": "nothing: send instructions and input, prompts are not stored here",
@@ -88,6 +90,7 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
         equivalences=(Equivalence.EMPTY_TOOLS,) if client_fields.get("tools") == [] else (),
         has_instructions=bool(client_fields.get("instructions")),
     )
+    text = {name: value for name, value in _read_object(client_fields, "text").items() if name != "format"}
     include = client_fields.get("include") or []
     if not isinstance(include, list):
         raise MessageError("include", include, "a list of strings")
@@ -100,6 +103,9 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
             stop=read_strings(fields, "stop"),
             single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
             tool_choice=translate_tool_choice(tool_choice, request.tools),
+            other_fields={name: client_fields[name] for name in client_fields.keys() - _READ_FIELDS},
+            requested={"text": text} if text else {},
+            upstream_fields=_upstream_fields(client_fields, text),
         ),
         context.model,
         aliases={**aliases, **reader.aliases},
@@ -134,6 +140,22 @@ def _chat_sampling_fields(fields: JsonObject) -> dict[str, Any]:
     elif format:
         renamed["response_format"] = format
     return renamed
+
+
+def _upstream_fields(fields: JsonObject, text: JsonObject) -> dict[str, Any]:
+    """What an upstream can follow, under the names of Chat Completions."""
+    names = ("metadata", "service_tier", "safety_identifier", "user")
+    found = {name: fields[name] for name in names if name in fields}
+    effort = _read_object(fields, "reasoning").get("effort")
+    include = fields.get("include")
+    if effort is not None:
+        found["reasoning_effort"] = effort
+    if text.get("verbosity") is not None:
+        found["verbosity"] = text["verbosity"]
+    if isinstance(include, list) and "message.output_text.logprobs" in include:
+        found |= {"logprobs": True}
+        found |= {"top_logprobs": fields["top_logprobs"]} if "top_logprobs" in fields else {}
+    return found
 
 
 def _read_messages(fields: JsonObject, history: ResponseHistory, reader: ItemReader) -> tuple[Message, ...]:

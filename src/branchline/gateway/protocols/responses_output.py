@@ -151,7 +151,7 @@ def _output_items(
 ) -> Iterator[dict[str, Any]]:
     message, aligner = answer.message, parsed.logprob_aligner(codec)
     if aligner is not None:
-        aligner.add_tokens(answer.ids, answer.logprobs)
+        aligner.add_tokens(answer.ids, answer.logprobs, answer.logprob_entries)
         aligner.entries_for_text(message.reasoning_content)
     if message.reasoning_content:
         kind, id = _reasoning_kind(parsed), item_id("rs", call_id, 0)
@@ -211,9 +211,13 @@ def _usage(result: CallResult, codec: Codec) -> dict[str, Any]:
     prompt, sampled = result.prompt_tokens, result.sampled_tokens
     reasoning = result.answers[0].message.reasoning_content
     reasoning_tokens = min(sampled, len(codec.encode(reasoning))) if reasoning else 0
+    cached_tokens = result.reused_tokens
+    if (counted := result.upstream_usage) is not None:
+        cached_tokens = counted.cached_tokens or 0
+        reasoning_tokens = reasoning_tokens if counted.reasoning_tokens is None else counted.reasoning_tokens
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": result.reused_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": prompt + sampled,
@@ -279,7 +283,7 @@ class ResponsesStream:
 
     def _delta_events(self, delta: AnswerDelta) -> Iterator[bytes]:
         if self._logprob_aligner is not None:
-            self._logprob_aligner.add_tokens(delta.ids, delta.logprobs)
+            self._logprob_aligner.add_tokens(delta.ids, delta.logprobs, delta.logprob_entries)
         for part in delta.deltas:
             if part.tool_call is not None:
                 yield from self._close_item("completed")

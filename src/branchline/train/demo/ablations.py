@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
@@ -26,13 +27,14 @@ import torch
 from openai import AsyncOpenAI
 
 from branchline.chat.base import Codec
+from branchline.core.errors import BranchlineError, InputError
 from branchline.core.sample import Sample
 from branchline.core.token_arrays import Ids
 from branchline.export.packing import TrainingRow, pack_rows
 from branchline.export.samples import ExportPolicy
 from branchline.train.demo import MODEL_FOLDER
 from branchline.train.demo.archive import CHANCE, ArchiveTask
-from branchline.train.demo.curves import Curve, plot_curves
+from branchline.train.demo.curves import Curve, check_matplotlib, plot_curves
 from branchline.train.demo.demo import (
     DemoSettings,
     archive_rollout,
@@ -217,27 +219,56 @@ def describe_outcomes(outcomes: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+def draw_outcomes(folder: Path) -> str:
+    """Draws the figure of all runs in a folder, also those of earlier calls; returns their table."""
+    outcomes = [json.loads(file.read_text()) for file in sorted(folder.glob("*/outcome.json"))]
+    if not outcomes:
+        raise InputError(f"--folder: got {folder}, expected runs with outcome.json")
+    lengths = sorted({len(outcome["rewards"]) for outcome in outcomes})
+    if len(lengths) > 1:
+        raise InputError(f"steps: got {' and '.join(map(str, lengths))}, expected runs of one length")
+    plot_outcomes(folder / "ablations.png", outcomes)
+    table = describe_outcomes(outcomes)
+    (folder / "ablations.md").write_text(table + "\n")
+    return table
+
+
+_EPILOG = """\
+Variants can run apart, on several cores or machines, and be drawn together:
+  python -m branchline.train.demo.ablations --variants exact --seeds 0 --no-figure
+  python -m branchline.train.demo.ablations --variants re-encoded --seeds 0 --no-figure
+  python -m branchline.train.demo.ablations --figure-only
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=_STEPS, help="steps of each run (default: %(default)s)")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0], help="seeds of each variant (default: 0)"
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--folder", type=Path, default=Path("runs/ablations"), help="folder of the runs")
-    options = parser.parse_args()
+    figure = parser.add_mutually_exclusive_group()
+    figure.add_argument("--no-figure", action="store_true", help="train only: needs no matplotlib")
+    figure.add_argument("--figure-only", action="store_true", help="draw the runs in the folder, train none")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for variant in options.variants:
-        for seed in options.seeds:
-            asyncio.run(run_variant(variant, DemoSettings(seed, options.steps), options.folder))
-    # Runs that an earlier call left in the folder are drawn too.
-    files = sorted(options.folder.glob("*/outcome.json"))
-    outcomes = [json.loads(file.read_text()) for file in files]
-    plot_outcomes(options.folder / "ablations.png", outcomes)
-    table = describe_outcomes(outcomes)
-    (options.folder / "ablations.md").write_text(table + "\n")
-    print(f"{table}\n\n{options.folder / 'ablations.png'}")
+    try:
+        if not options.no_figure:
+            check_matplotlib()
+        for variant in options.variants if not options.figure_only else ():
+            for seed in options.seeds:
+                asyncio.run(run_variant(variant, DemoSettings(seed, options.steps), options.folder))
+        if not options.no_figure:
+            print(f"{draw_outcomes(options.folder)}\n\n{options.folder / 'ablations.png'}")
+    except BranchlineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Draws reward curves as a PNG."""
+"""Draws reward curves as a PNG. matplotlib is imported only to draw: runs need it only for their figure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from branchline.core.errors import requires_extra
-
-with requires_extra("demo"):
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -23,8 +20,19 @@ class Curve:
     """The range of several seeds, if there is one."""
 
 
-def plot_curves(path: Path, title: str, curves: Sequence[Curve], *, chance: float, window: int = 5) -> None:
-    """Writes a figure with the curves, each smoothed by a running mean, and the score of chance."""
+def check_matplotlib() -> None:
+    """Raises MissingExtraError if no figure can be drawn; called before a long run that ends with one."""
+    with requires_extra("demo"):
+        import matplotlib  # noqa: F401
+
+
+def plot_curves(
+    path: Path, title: str, curves: Sequence[Curve], *, chance: float | None = None, window: int = 5
+) -> None:
+    """Writes a figure with the curves, each smoothed by a running mean, and the score of chance, if given."""
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
@@ -35,7 +43,8 @@ def plot_curves(path: Path, title: str, curves: Sequence[Curve], *, chance: floa
             axes.fill_between(steps, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
         else:
             axes.plot(steps, curve.values, color=line.get_color(), alpha=0.25, linewidth=1)
-    axes.axhline(chance, color="gray", linestyle=":", linewidth=1, label="chance")
+    if chance is not None:
+        axes.axhline(chance, color="gray", linestyle=":", linewidth=1, label="chance")
     axes.set(title=title, xlabel="step", ylabel="reward", ylim=(0, 1.02))
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     axes.grid(alpha=0.2)

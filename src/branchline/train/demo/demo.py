@@ -28,7 +28,7 @@ from branchline.engines.hf.scheduler import HfConfig
 from branchline.gateway.server import GatewaySession
 from branchline.train.demo import MODEL_FOLDER
 from branchline.train.demo.archive import CHANCE, ArchiveTask, run_archive_agent
-from branchline.train.demo.curves import Curve, plot_curves
+from branchline.train.demo.curves import Curve, check_matplotlib, plot_curves
 from branchline.train.demo.evaluation import Evaluation, evaluate, session_client
 from branchline.train.episodes import AgentFunction
 from branchline.train.metrics import read_metrics
@@ -106,6 +106,7 @@ def run_demo(
 
     A KeyboardInterrupt leaves a run folder that can be resumed.
     """
+    check_matplotlib()
     settings_file = run_folder / _SETTINGS_FILE
     if resume:
         if not settings_file.exists():

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from branchline.gateway import server
-from branchline.gateway.server import UvicornServer, bind_socket
+from branchline.gateway import uvicorn_server
+from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
 from tests.gateway.harness import run
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -63,16 +63,16 @@ class RunningServer:
 @asynccontextmanager
 async def running_server() -> AsyncIterator[RunningServer]:
     app, listener = App(), bind_socket("127.0.0.1", 0)
-    uvicorn_server, port = UvicornServer(app), listener.getsockname()[1]
-    uvicorn_server.config.timeout_keep_alive = 1000  # no connection closes by a timeout
-    task = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
-    running = RunningServer(app, uvicorn_server, port, task)
-    await running.wait_until(lambda: uvicorn_server.started)
+    server, port = UvicornServer(app), listener.getsockname()[1]
+    server.config.timeout_keep_alive = 1000  # no connection closes by a timeout
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    running = RunningServer(app, server, port, task)
+    await running.wait_until(lambda: server.started)
     try:
         yield running
     finally:
-        uvicorn_server.stop()
-        uvicorn_server.force_exit = True
+        server.stop()
+        server.force_exit = True
         await task
 
 
@@ -85,7 +85,7 @@ def test_stop_closes_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
             await running.stop()
             assert not running.server.server_state.connections
 
-    monkeypatch.setattr(server, "_DATE_HEADER_S", 1000)  # a stop does not wait for the next date header
+    monkeypatch.setattr(uvicorn_server, "_TICK_S", 1000)  # a stop does not wait for the next date header
     run(test)
 
 
@@ -160,7 +160,7 @@ def test_date_header_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
             await running.wait_until(lambda: running.server.server_state.default_headers is not first)
             assert [name for name, _ in running.server.server_state.default_headers] == [b"date", b"server"]
 
-    monkeypatch.setattr(server, "_DATE_HEADER_S", 0)
+    monkeypatch.setattr(uvicorn_server, "_TICK_S", 0)
     run(test)
 
 

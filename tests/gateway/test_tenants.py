@@ -1,0 +1,263 @@
+"""One session cannot delay others: large requests are refused early, or prepared in a few threads of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from branchline import ToyCodec
+from branchline.core.errors import BranchlineError
+from branchline.gateway.config import GatewayConfig
+from branchline.gateway.protocols import chat, messages, responses
+from branchline.runtime.limits import run_in_prepare_thread
+from branchline.tree.session import Session
+from tests.gateway.harness import Agent, agent, run
+
+PADDING = "x" * 100_000
+"""Makes a body large enough for a thread."""
+
+
+async def _post(a: Agent, endpoint: str, body: Any, key: str | None = None) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key or a.session.api_key}"}
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await a.http.post(f"{a.gateway.url}/v1/{endpoint}", content=content, headers=headers)
+
+
+def _tool(index: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"tool_{index}", "description": "x" * 60}}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "problem"),
+    [
+        ("chat/completions", {"messages": [], "tools": [_tool(i) for i in range(1001)]}, "tools: got '1001"),
+        ("responses", {"input": "x" * 99_000, "tools": [_tool(i) for i in range(1001)]}, "tools: got '1001"),
+        ("messages", {"messages": [], "tools": [{"name": "x" * 100}] * 1001}, "tools: got '1001"),
+        ("chat/completions", {"messages": [{}] * 30_000}, "messages: got '30000 items'"),
+        ("responses", {"input": [{}] * 30_000}, "input: got '30000 items'"),
+        ("messages", {"messages": [{}] * 30_000}, "messages: got '30000 items'"),
+        (
+            "chat/completions",
+            {"messages": [], "functions": [{"name": "x" * 100}] * 1001},
+            "functions: got '1001",
+        ),
+    ],
+)
+def test_items_are_counted_before_any_of_them_is_read(
+    endpoint: str, body: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any) -> Any:
+        raise AssertionError("the request was read")
+
+    for module in (chat, messages, responses):
+        assert module.read_request is not read
+    for protocol in (chat.CHAT, messages.MESSAGES, responses.RESPONSES):
+        # The protocols are frozen values.
+        monkeypatch.setitem(protocol.__dict__, "read_request", read)
+
+    async def test() -> None:
+        async with agent("x") as a:
+            for path in (endpoint, f"{endpoint}/count_tokens".replace("responses/count_tokens", endpoint)):
+                refused = await _post(a, path, body)
+                assert refused.status_code == 400
+                assert problem in refused.json()["error"]["message"]
+
+    run(test)
+
+
+def test_a_body_with_too_many_values_is_refused_undecoded() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            refused = await _post(a, "chat/completions", b'{"messages":[' + b"[]," * 400_000)
+            assert "commas and opening brackets', expected at most 250000" in refused.text
+
+    run(test)
+
+
+def test_a_refused_body_is_freed_without_a_garbage_collection() -> None:
+    """Collections are rare in a gateway; bodies in reference cycles would fill its memory."""
+
+    async def test() -> None:
+        async with agent("x") as a:
+            gc.collect()
+            gc.disable()
+            try:
+                for endpoint in ("chat/completions", "messages/count_tokens"):
+                    assert (await _post(a, endpoint, b"[" * 2_000_000)).status_code == 400
+                    await asyncio.sleep(0)
+                assert not [one for one in gc.get_objects() if issubclass(type(one), BranchlineError)]
+            finally:
+                gc.enable()
+
+    run(test)
+
+
+def test_images_do_not_count_as_text() -> None:
+    async def test() -> None:
+        config = GatewayConfig(max_prompt_characters=1000)
+        async with agent("x", config=config) as a:
+            url = "data:image/png;base64," + "A" * 4000
+            parts = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": url}}]
+            answer = await a.ask({"role": "user", "content": parts})
+            assert "characters" not in answer.text
+            refused = await a.ask("x" * 1001)
+            assert "got '1001 characters', expected at most 1000" in refused.json()["error"]["message"]
+
+    run(test)
+
+
+# -- threads -----------------------------------------------------------------------------------------
+
+
+class SlowPrepare:
+    """Holds every large prompt that is prepared, and counts them by session."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_continue = threading.Event()
+        self.running: list[str] = []
+        self.most: dict[str, int] = {}
+        self.threads: set[str] = set()
+        prepare = Session.prepare
+
+        def slow(session: Session, request: Any) -> Any:
+            if sum(len(message.content) for message in request.messages) < 1000:
+                return prepare(session, request)
+            self.threads.add(threading.current_thread().name)
+            self.running.append(session.id)
+            self.most[session.id] = max(self.most.get(session.id, 0), self.running.count(session.id))
+            self.may_continue.wait(20)
+            self.running.remove(session.id)
+            return prepare(session, request)
+
+        monkeypatch.setattr(Session, "prepare", slow)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["chat/completions", "chat/completions/count_tokens", "messages/count_tokens"]
+)
+def test_large_requests_of_one_session_do_not_delay_another(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowPrepare(monkeypatch)
+
+    async def test() -> None:
+        async with agent(rule=lambda _: "ok") as a:
+            other = await a.gateway.session(id="other")
+            body = {"messages": [{"role": "user", "content": PADDING}], "max_tokens": 3}
+            attack = [asyncio.create_task(_post(a, endpoint, body)) for _ in range(8)]
+            await _until(lambda: slow.running.count(a.session.id) == 2)
+            small = {"messages": [{"role": "user", "content": "hi"}]}
+            assert (await _post(a, "chat/completions", small, other.api_key)).status_code == 200
+            large = asyncio.create_task(_post(a, "chat/completions", body, other.api_key))
+            await _until(lambda: "other" in slow.running)  # it has a thread although eight others wait
+            assert (await a.get(""))["id"] == a.session.id
+            slow.may_continue.set()
+            statuses = [answer.status_code for answer in await asyncio.gather(large, *attack)]
+            assert statuses == [200] * 9
+            assert slow.most == {a.session.id: 2, "other": 1}
+
+    try:
+        run(test)
+    finally:
+        slow.may_continue.set()
+    assert all(name.startswith("branchline-prepare") for name in slow.threads)
+
+
+def test_a_session_of_many_large_tools_does_not_block_the_event_loop() -> None:
+    """Tools count too: they are rendered into the prompt."""
+    threads: list[str] = []
+
+    class Codec(ToyCodec):
+        def extend(self, *args: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return super().extend(*args, **options)
+
+    async def test() -> None:
+        async with agent(rule=lambda _: "ok", codec=Codec()) as a:
+            await a.ask_text("hi", tools=[_tool(index) for index in range(500)])
+            await a.ask_text("hi")
+
+    run(test)
+    assert threads[0].startswith("branchline-prepare")
+    assert not threads[-1].startswith("branchline-prepare")
+
+
+def test_a_cancelled_caller_keeps_its_thread_until_the_work_is_done() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            managed, may_continue = a.session.managed, threading.Event()
+            callers = [
+                asyncio.create_task(run_in_prepare_thread(managed, lambda: may_continue.wait(20)))
+                for _ in range(2)
+            ]
+            await _until(managed.thread_slots.locked)
+            for caller in callers:
+                caller.cancel()
+            await asyncio.gather(*callers, return_exceptions=True)
+            assert managed.thread_slots.locked()
+            started = time.monotonic()
+            may_continue.set()
+            assert await run_in_prepare_thread(managed, lambda: "next") == "next"
+            assert time.monotonic() - started < 10
+
+    run(test)
+
+
+def test_counting_tokens_counts_as_a_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowPrepare(monkeypatch)
+
+    async def test() -> None:
+        async with agent("x", config=GatewayConfig(max_in_flight=1)) as a:
+            body = {"messages": [{"role": "user", "content": PADDING}]}
+            first = asyncio.create_task(_post(a, "messages/count_tokens", body))
+            await _until(lambda: bool(slow.running))
+            refused = await _post(a, "messages/count_tokens", body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            slow.may_continue.set()
+            assert (await first).status_code == 200
+            assert (await _post(a, "messages/count_tokens", body)).status_code == 200
+
+    try:
+        run(test)
+    finally:
+        slow.may_continue.set()
+
+
+def test_views_of_sessions_have_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers that fill all threads of the control API delay no prompt."""
+    may_continue = threading.Event()
+    snapshot, readers = Session.snapshot, []
+
+    def slow(session: Session) -> Any:
+        readers.append(threading.current_thread().name)
+        may_continue.wait(20)
+        return snapshot(session)
+
+    async def test() -> None:
+        async with agent(rule=lambda _: "ok") as a:
+            await a.ask_text("hi")
+            reading = [asyncio.create_task(a.get("/samples")) for _ in range(8)]
+            await _until(lambda: len(readers) == 2)
+            await a.ask_text(PADDING)
+            may_continue.set()
+            await asyncio.gather(*reading)
+
+    monkeypatch.setattr(Session, "snapshot", slow)
+    try:
+        run(test)
+    finally:
+        may_continue.set()
+    assert all(name.startswith("branchline-control") for name in readers)
