@@ -7,9 +7,10 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document test check format coverage walk \
-	bench bench-codec bench-gateway bench-export bench-loop bench-context \
-	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets \
+.PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document example-rollout \
+	test check format coverage walk \
+	bench bench-codec bench-gateway bench-export bench-loop bench-context bench-rollout \
+	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets test-transfer-queue \
 	test-templates soak clean
 
 help:            ## list the targets
@@ -82,6 +83,14 @@ $(VENV)/.smollm2: $(VENV)/.hf
 	.cache/datasets/bin/python -m pip install --quiet --disable-pip-version-check datasets==5.2.0
 	@touch $@
 
+# In its own environment: it requires ray and torch.
+.cache/transfer_queue/.ready:
+	$(PYTHON) -m venv .cache/transfer_queue
+	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[serve,transferqueue]' httpx hypothesis pytest
+	@touch $@
+
 .cache/clients/.ready: scripts/install_clients.py | $(READY)
 	$(BIN)/python scripts/install_clients.py
 	@touch $@
@@ -110,6 +119,12 @@ example-tree: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its 
 
 example-long-document: $(READY) .cache/tokenizers/.ready ## answer a question about a long document in a small context, with and without deletion
 	$(BIN)/python examples/long_document.py --png .cache/long_document.png
+
+example-rollout: $(VENV)/.demo ## train three agents (a script, OpenAI Agents, LangGraph) on one task with `branchline train`
+	for agent in script openai_agents langgraph; do \
+		$(BIN)/branchline train examples/rollout/records.jsonl --agent examples.rollout.$${agent}_agent:run \
+			--reward examples.rollout.records:score --steps 20 || exit 1; \
+	done
 
 walk: $(READY) .cache/tokenizers/.ready ## print the functions that one streamed turn passes through
 	$(BIN)/python scripts/walk.py
@@ -154,6 +169,9 @@ test-art: $(READY) .cache/art/.ready .cache/tokenizers/.ready ## compare weights
 test-datasets: $(READY) .cache/datasets/.ready ## load exported Parquet and JSON lines with Hugging Face datasets
 	$(BIN)/python -m pytest -m slow tests/export/test_parquet.py
 
+test-transfer-queue: .cache/transfer_queue/.ready ## write samples to a real TransferQueue on a local Ray (installs them: 1.5 GB)
+	.cache/transfer_queue/bin/python -m pytest -m slow tests/transfer_queue
+
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
 
@@ -182,6 +200,9 @@ bench-loop: $(READY) ## measure a thousand concurrent agent loops on one core
 
 bench-context: $(READY) .cache/tokenizers/.ready ## measure a deletion in a context of 100 messages, beside rendering everything again
 	$(BIN)/python -m benchmarks.context
+
+bench-rollout: $(READY) ## measure a thousand sessions as a rollout, beside the bare agent loop
+	$(BIN)/python -m benchmarks.rollout
 
 clean:           ## remove the environments and caches
 	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

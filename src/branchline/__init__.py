@@ -49,6 +49,15 @@ if typing.TYPE_CHECKING:
     from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
+    from branchline.rollout.judge import ChatEndpoint, RelativeJudge
+    from branchline.rollout.rewards import VerifierCommand
+    from branchline.rollout.rollout import Rollout, RolloutConfig
+    from branchline.rollout.runners import CommandRunner, FunctionRunner, LoopRunner, RemoteRunner
+    from branchline.rollout.session_result import SessionResult
+    from branchline.rollout.sinks import JsonlSink, MemorySink, ParquetSink
+    from branchline.rollout.stats import RolloutStats
+    from branchline.rollout.tasks import read_tasks
+    from branchline.rollout.transfer_queue import TransferQueueSink
     from branchline.runtime.compaction import Compaction, DropLeastImportant, DropOldest, Summarize
     from branchline.runtime.session_snapshot import SessionSnapshot
     from branchline.timelines.causes import classify_forks
@@ -130,6 +139,23 @@ _MODULE_OF = {
     "samples_from_lines": "export.tree_lines",
     "write_jsonl": "export.jsonl",
     "write_parquet": "export.parquet",
+    # rollouts
+    "ChatEndpoint": "rollout.judge",
+    "CommandRunner": "rollout.runners",
+    "FunctionRunner": "rollout.runners",
+    "JsonlSink": "rollout.sinks",
+    "LoopRunner": "rollout.runners",
+    "MemorySink": "rollout.sinks",
+    "ParquetSink": "rollout.sinks",
+    "RelativeJudge": "rollout.judge",
+    "RemoteRunner": "rollout.runners",
+    "Rollout": "rollout.rollout",
+    "RolloutConfig": "rollout.rollout",
+    "RolloutStats": "rollout.stats",
+    "SessionResult": "rollout.session_result",
+    "TransferQueueSink": "rollout.transfer_queue",
+    "VerifierCommand": "rollout.rewards",
+    "read_tasks": "rollout.tasks",
     # training
     "Trainer": "train.trainer",
     "TrainerConfig": "train.trainer",
@@ -145,7 +171,9 @@ __all__ = [
     "BaseTool",
     "BranchlineError",
     "CancelToken",
+    "ChatEndpoint",
     "Client",
+    "CommandRunner",
     "Compaction",
     "ContextOptions",
     "CreditPolicy",
@@ -153,6 +181,7 @@ __all__ = [
     "DropOldest",
     "Export",
     "ExportPolicy",
+    "FunctionRunner",
     "Gateway",
     "Generation",
     "GenericCodec",
@@ -160,18 +189,28 @@ __all__ = [
     "History",
     "HttpModel",
     "Journal",
+    "JsonlSink",
     "LoopLimits",
     "LoopOutput",
+    "LoopRunner",
+    "MemorySink",
     "Message",
+    "ParquetSink",
+    "RelativeJudge",
+    "RemoteRunner",
     "RenderersCodec",
     "Replicas",
     "Request",
+    "Rollout",
+    "RolloutConfig",
+    "RolloutStats",
     "Sample",
     "SampleStream",
     "SamplingParams",
     "ScriptedEngine",
     "Session",
     "SessionModel",
+    "SessionResult",
     "SessionSnapshot",
     "SglangEngine",
     "Summarize",
@@ -184,8 +223,10 @@ __all__ = [
     "TrainerConfig",
     "Trajectory",
     "TrajectoryGroup",
+    "TransferQueueSink",
     "Tree",
     "UpdateConfig",
+    "VerifierCommand",
     "VllmEngine",
     "__version__",
     "agent",
@@ -198,6 +239,7 @@ __all__ = [
     "read_jsonl",
     "read_log",
     "read_parquet",
+    "read_tasks",
     "repair_journal",
     "run_agent",
     "samples_from_lines",

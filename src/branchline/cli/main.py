@@ -2,8 +2,7 @@
 
 A command returns its output as one text, so after an error stdout is empty. Exit codes: 0 success, 1 the
 doctor found the template unsafe, a check found damage or no session of a run finished, 2 bad input (with one
-sentence on stderr),
-130 interrupted.
+sentence on stderr), 130 interrupted.
 """
 
 from __future__ import annotations

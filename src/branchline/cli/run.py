@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
     from branchline.gateway.server import Gateway
     from branchline.rollout.gateway_pool import GatewayPool
     from branchline.rollout.ray_cluster import RayCluster
-    from branchline.rollout.rollout import Rollout
+    from branchline.rollout.rollout import Rollout, RolloutConfig
     from branchline.rollout.run_folder import RunFolder
     from branchline.rollout.stats import RolloutStats
     from branchline.rollout.tasks import RolloutTask
@@ -183,12 +183,13 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     if reward is not None and judge is not None:
         raise InputError("--judge-url: got a judge and a reward, expected one of them")
     _check_names(runners, tasks)
+    config = _config(options)
     engine = None if options.ray else build_router(options)
     folder = RunFolder.create(
         options.out, tasks, options.n, resume=options.resume, is_ray=options.ray is not None
     )
     try:
-        stats = run_server(_run(options, tasks, (runners, reward, judge), folder, engine))
+        stats = run_server(_run(options, config, tasks, (runners, reward, judge), folder, engine))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"interrupted; continue with: branchline run … --out {options.out} --resume", file=sys.stderr)
         raise KeyboardInterrupt from None
@@ -221,19 +222,10 @@ def _check_names(runners: Any, tasks: list[RolloutTask]) -> None:
             raise InputError(f"tasks[{index}].{error}") from error
 
 
-async def _run(
-    options: argparse.Namespace,
-    tasks: list[RolloutTask],
-    agents: tuple[Any, Any, Any],
-    folder: RunFolder,
-    engine: tuple[Codec, Router] | None,
-) -> RolloutStats:
-    """`engine` is None if gateways of a Ray cluster make their own."""
-    from branchline.rollout.rollout import Rollout, RolloutConfig
+def _config(options: argparse.Namespace) -> RolloutConfig:
+    from branchline.rollout.rollout import RolloutConfig
 
-    _cancel_on_sigterm()
-    runners, reward, judge = agents
-    config = RolloutConfig(
+    return RolloutConfig(
         n=options.n,
         concurrency=options.concurrency,
         runner_concurrency=dict(options.agent_concurrency),
@@ -245,6 +237,21 @@ async def _run(
         reward_workers=options.reward_workers,
         session={"agent_reward": options.agent_reward, **options.session_options},
     )
+
+
+async def _run(
+    options: argparse.Namespace,
+    config: RolloutConfig,
+    tasks: list[RolloutTask],
+    agents: tuple[Any, Any, Any],
+    folder: RunFolder,
+    engine: tuple[Codec, Router] | None,
+) -> RolloutStats:
+    """`engine` is None if gateways of a Ray cluster make their own."""
+    from branchline.rollout.rollout import Rollout
+
+    _cancel_on_sigterm()
+    runners, reward, judge = agents
     async with AsyncExitStack() as stack:
         if engine is None:
             cluster = await stack.enter_async_context(_make_cluster(options))

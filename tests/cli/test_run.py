@@ -1,0 +1,202 @@
+"""`branchline run`, `stats` and `export`: folders, exit codes, signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from branchline import read_jsonl, read_parquet
+from branchline.cli.main import build_parser, main
+
+ROOT = Path(__file__).parents[2]
+AGENT = """
+import httpx, os, asyncio
+
+async def run(task, session):
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.api_key}"}) as http:
+        messages = [{"role": "user", "content": task["prompt"]}]
+        await http.post(f"{session.base_url}/chat/completions", json={"model": "m", "messages": messages})
+    if task.get("waits") and not os.path.exists("release"):
+        open("started", "w").close()
+        await asyncio.Event().wait()
+    if task.get("fails"):
+        raise ValueError("as asked")
+
+def score(task, trajectory):
+    return {"score": float(trajectory.answer.endswith(task["prompt"])), "length": len(trajectory.answer)}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "clerk", raising=False)
+    (tmp_path / "clerk.py").write_text(AGENT)
+    rows = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two", "fails": True}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run_tasks(*arguments: str) -> int:
+    return main(["run", "tasks.jsonl", "--engine", "scripted", "--out", "out", *arguments])
+
+
+def test_a_run_writes_trajectories_samples_and_stats(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_tasks("--agent", "clerk:run", "--reward", "clerk:score", "--n", "2", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    stats = json.loads((folder / "out/stats.json").read_text())
+    assert printed == stats
+    assert {name: stats[name] for name in ("sessions", "finished", "failed", "aborted", "forks")} == {
+        "sessions": 4,
+        "finished": 2,
+        "failed": 2,
+        "aborted": 0,
+        "forks": 0,
+    }
+    assert stats["failure_reasons"] == {"runner_error: ValueError: as asked": 2}
+    assert stats["sampled_tokens"] == 2 * stats["delivered_tokens"] > 0
+    assert stats["dropped_tokens"] == {"aborted": stats["delivered_tokens"]}
+    lines = [json.loads(line) for line in (folder / "out/trajectories.jsonl").read_text().splitlines()]
+    names = {"task", "agent_name", "session", "status", "reward", "histories", "metrics"}
+    for line in lines:
+        assert names <= set(line)
+        assert line["histories"][0]["messages"][-1]["content"] == f"You said: {line['task']['prompt']}"
+    assert {line["session"]: line["status"] for line in lines} == {
+        "a-0": "finished",
+        "a-1": "finished",
+        "b-0": "failed",
+        "b-1": "failed",
+    }
+    samples = list(read_jsonl(folder / "out/samples.jsonl"))
+    assert {(sample.session, sample.reward) for sample in samples} == {("a-0", 1.0), ("a-1", 1.0)}
+    assert main(["stats", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == stats
+    assert main(["stats", "out"]) == 0
+    text = capsys.readouterr().out
+    assert "4: 2 finished, 2 failed, 0 aborted" in text
+    assert main(["export", "out", "--to", "parquet", "--output", "x.parquet"]) == 0
+    assert sorted(row.session for row in read_parquet("x.parquet")) == ["a-0", "a-1"]
+    assert json.loads(next(read_parquet("x.parquet")).reward_extras) == {"length": 13}
+    assert main(["export", "out", "--to", "messages"]) == 0
+    rows = [json.loads(line) for line in (folder / "out/export.jsonl").read_text().splitlines()]
+    assert sorted((row["session"], len(row["messages"]), row["reward"]) for row in rows) == [
+        ("a-0", 2, 1.0),
+        ("a-1", 2, 1.0),
+    ]
+    assert main(["export", "out", "--to", "jsonl"]) == 0
+    assert len(list(read_jsonl(folder / "out/export.jsonl"))) == 2
+
+
+def test_samples_may_be_parquet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tasks("--agent", "clerk:run", "--samples", "parquet") == 0
+    assert [row.session for row in read_parquet(folder / "out/samples/part-00000.parquet")] == ["a-0"]
+    assert not (folder / "out/samples.jsonl").exists()
+    assert main(["export", "out", "--to", "jsonl"]) == 0
+    assert "wrote 1 sample to out/export.jsonl" in capsys.readouterr().out
+
+
+def test_a_run_of_which_nothing_finished_says_so_by_its_exit_code(folder: Path) -> None:
+    assert run_tasks("--command", "exit 3", "--limit", "1") == 1
+    line = json.loads((folder / "out/trajectories.jsonl").read_text())
+    assert (line["status"], line["cause"]) == ("failed", "exit_code")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "agent: got none, expected --agent MODULE:FUNCTION, --command or --agent-url"),
+        (["--agent", "clerk:run", "--command", "true"], "got several, expected one"),
+        (["--agent", "x=clerk:run", "--agent", "x=clerk:run"], "--agent: got 'x' twice"),
+        (["--agent", "x=clerk:run"], None),
+        (["--agent", "nothing:run"], "agent: got 'nothing:run', which cannot be loaded"),
+        (["--agent", "clerk:score"], None),
+        (["--agent", "clerk:run", "--reward", "clerk:nothing"], "reward: got 'clerk:nothing'"),
+        (
+            ["--agent", "clerk:run", "--reward", "clerk:score", "--reward-command", "x"],
+            "expected one of them",
+        ),
+        (["--agent", "clerk:run", "--judge-url", "http://h/v1"], "--judge-model: got none"),
+        (["--agent", "clerk:run", "--judge-model", "m"], "--judge-url: got none"),
+        (["--agent", "clerk:run", "--retry", "sadness=1"], "retries: got sadness=1"),
+        (["--agent", "clerk:run", "--n", "0"], "n: got 0, expected 1 or more"),
+    ],
+)
+def test_bad_options_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str | None
+) -> None:
+    code = run_tasks(*arguments)
+    if problem is None:
+        assert code in (0, 1)
+    else:
+        assert code == 2
+        assert problem in capsys.readouterr().err
+        assert not (folder / "out").exists()
+
+
+def test_an_unknown_agent_name_is_refused_before_anything_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "tasks.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y", "agent_name": "poet"}\n')
+    assert run_tasks("--agent", "clerk:run") == 2
+    assert "tasks[1].agent_name: got 'poet', expected one of" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_a_folder_of_another_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tasks("--agent", "clerk:run") == 0
+    assert run_tasks("--agent", "clerk:run") == 2
+    assert "has a run; continue it with --resume" in capsys.readouterr().err
+    assert run_tasks("--agent", "clerk:run", "--resume") == 0
+    assert main(["stats", "nowhere"]) == 2
+    assert "expected the folder of a run" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_writes_what_it_has_and_is_resumed(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text(
+        '{"id": "a", "prompt": "one"}\n{"id": "w", "prompt": "x", "waits": 1}\n'
+    )
+    command = [sys.executable, "-m", "branchline.cli", "run", "tasks.jsonl", "--agent", "clerk:run"]
+    process = subprocess.Popen(
+        [*command, "--engine", "scripted", "--out", "out"], cwd=folder, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "continue with: branchline run … --out out --resume" in error
+    lines = [json.loads(line) for line in (folder / "out/trajectories.jsonl").read_text().splitlines()]
+    statuses = {line["session"]: (line["status"], line["cause"]) for line in lines}
+    assert statuses["w-0"] == ("aborted", "interrupted")
+    (folder / "release").touch()
+    assert run_tasks("--agent", "clerk:run", "--resume") == 0
+    stats = json.loads((folder / "out/stats.json").read_text())
+    assert (stats["finished"], stats["prompts"]["finished"]) == (2, 2)
+    lines = [json.loads(line) for line in (folder / "out/trajectories.jsonl").read_text().splitlines()]
+    assert [line["session"] for line in lines if line["status"] == "finished"].count("a-0") <= 1
+    assert {line["session"]: line["status"] for line in lines}["w-0-r1"] == "finished"
+
+
+def test_the_help_names_variables_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "train", "stats", "export"):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args([command, "--help"])
+    text = capsys.readouterr().out
+    for name in (
+        "OPENAI_BASE_URL",
+        "ANTHROPIC_API_KEY",
+        "BRANCHLINE_TASK",
+        "trajectories.jsonl",
+        "--agent-reward",
+    ):
+        assert name in text

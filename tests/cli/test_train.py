@@ -1,0 +1,52 @@
+"""`branchline train`: an agent on tasks, with the demo's model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from branchline.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["--agent", "examples.rollout.script_agent:run", "--reward", "examples.rollout.records:score"]
+SMALL = ["--n", "2", "--tasks-per-step", "1"]
+
+
+def test_it_trains_the_demos_model_and_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    tasks = str(ROOT / "examples/rollout/records.jsonl")
+    run = ["train", tasks, *OPTIONS, *SMALL, "--run-folder", str(tmp_path / "run"), "--json"]
+    assert main([*run, "--steps", "1"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["steps"] == 1
+    assert outcome["sampled_tokens"] == outcome["delivered_tokens"] > 0
+    assert main([*run, "--steps", "2"]) == 2
+    assert "has a run" in capsys.readouterr().err
+    assert main([*run, "--steps", "2", "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    assert list((tmp_path / "run/checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--resume"], "--resume: got no --run-folder"),
+        (["--agent", "examples.rollout.script_agent:nothing"], "which cannot be loaded"),
+    ],
+)
+def test_bad_options_are_refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    problem: str,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    given = arguments if "--agent" in arguments else [*OPTIONS, *arguments]
+    assert main(["train", "examples/rollout/records.jsonl", "--steps", "1", *given]) == 2
+    assert problem in capsys.readouterr().err
