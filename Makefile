@@ -9,8 +9,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document example-rollout \
 	test check format coverage walk \
-	bench bench-codec bench-gateway bench-export bench-loop bench-context bench-rollout \
-	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets test-transfer-queue \
+	bench bench-codec bench-gateway bench-export bench-loop bench-context bench-rollout bench-ray \
+	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets test-transfer-queue test-ray \
 	test-templates soak clean
 
 help:            ## list the targets
@@ -89,6 +89,13 @@ $(VENV)/.smollm2: $(VENV)/.hf
 	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[serve,transferqueue]' httpx hypothesis pytest
+	@touch $@
+
+# In its own environment: ray brings packages that nothing else here needs.
+.cache/ray/.ready:
+	$(PYTHON) -m venv .cache/ray
+	.cache/ray/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.cache/ray/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]' httpx hypothesis pytest
 	@touch $@
 
 .cache/clients/.ready: scripts/install_clients.py | $(READY)
@@ -172,6 +179,9 @@ test-datasets: $(READY) .cache/datasets/.ready ## load exported Parquet and JSON
 test-transfer-queue: .cache/transfer_queue/.ready ## write samples to a real TransferQueue on a local Ray (installs them: 1.5 GB)
 	.cache/transfer_queue/bin/python -m pytest -m slow tests/transfer_queue
 
+test-ray: .cache/ray/.ready ## run rollouts on a real local Ray; kill its gateways, agents and nodes (installs it: 450 MB)
+	.cache/ray/bin/python -m pytest -m slow tests/ray_cluster
+
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
 
@@ -203,6 +213,9 @@ bench-context: $(READY) .cache/tokenizers/.ready ## measure a deletion in a cont
 
 bench-rollout: $(READY) ## measure a thousand sessions as a rollout, beside the bare agent loop
 	$(BIN)/python -m benchmarks.rollout
+
+bench-ray: .cache/ray/.ready ## measure a rollout with 1, 2 and 4 gateways as processes of a local Ray
+	.cache/ray/bin/python -m benchmarks.rollout.ray_processes
 
 clean:           ## remove the environments and caches
 	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

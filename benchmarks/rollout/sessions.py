@@ -66,32 +66,39 @@ class LookTool(BaseTool):
 
 
 _TOOLS = ToolRegistry([LookTool()])
-_TASK = {"prompt": "Look around.", "agent_name": "tool", "answer": _ANSWER}
+TASK = {"prompt": "Look around.", "agent_name": "tool", "answer": _ANSWER}
 
 
 async def _run_loop(session: Any) -> None:
     async with HttpModel(session.base_url, session.api_key) as model:
         context = AgentContext(model, _TOOLS, report=False)
-        await run_agent(LoopState.begin(Task.read(_TASK)), context)
+        await run_agent(LoopState.begin(Task.read(TASK)), context)
 
 
-async def _agent(_task: Mapping[str, Any], session: Any) -> None:
+async def run_loop_agent(_task: Mapping[str, Any], session: Any) -> None:
     await _run_loop(session)
 
 
-def _score(task: Mapping[str, Any], trajectory: Trajectory) -> float:
+def score(task: Mapping[str, Any], trajectory: Trajectory) -> float:
     return float(trajectory.answer == task["answer"])
 
 
-def _gateway(load: RolloutLoad, journal: Path | None) -> Gateway:
+def make_engine(turns: int) -> tuple[ToyCodec, ScriptedEngine]:
+    """Returns an engine whose answers call the tool until the last turn, and its codec."""
+
     def rule(request: ScriptedRequest) -> Message:
         done = request.prompt_text.count(_RESULT)
-        if done == load.turns - 1:
+        if done == turns - 1:
             return Message("assistant", _ANSWER)
         return Message("assistant", _ANSWER, tool_calls=(ToolCall("look", f'{{"round": {done}}}'),))
 
     codec = ToyCodec.chatml()
-    return Gateway(engine=ScriptedEngine(codec, rule, chunk_size=64), codec=codec, journal=journal)
+    return codec, ScriptedEngine(codec, rule, chunk_size=64)
+
+
+def _gateway(load: RolloutLoad, journal: Path | None) -> Gateway:
+    codec, engine = make_engine(load.turns)
+    return Gateway(engine=engine, codec=codec, journal=journal)
 
 
 async def _run_bare(load: RolloutLoad, folder: Path, *, has_journal: bool) -> None:
@@ -115,12 +122,12 @@ async def _run_rollout(load: RolloutLoad, folder: Path, *, has_journal: bool, wr
         sink: Sink = JsonlSink(folder) if writes else MemorySink()
         rollout = Rollout(
             gateway,
-            {"tool": _agent},
-            reward=_score if writes else None,
+            {"tool": run_loop_agent},
+            reward=score if writes else None,
             sinks=[sink],
             config=RolloutConfig(n=8, concurrency=load.concurrency),
         )
-        stats = await rollout.run([_TASK] * (load.sessions // 8))
+        stats = await rollout.run([TASK] * (load.sessions // 8))
         assert stats.finished == load.sessions // 8 * 8
         assert stats.sampled_tokens == stats.delivered_tokens > 0
 

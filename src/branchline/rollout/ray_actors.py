@@ -22,7 +22,8 @@ from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.process import tune_gc
-from branchline.gateway.server import Gateway, bind_socket
+from branchline.gateway.server import Gateway
+from branchline.gateway.uvicorn_server import bind_socket
 from branchline.rollout.rewards import RewardData
 from branchline.rollout.runners import Runner
 from branchline.rollout.session_result import SessionEnd
