@@ -192,6 +192,30 @@ def test_sessions_of_a_lost_gateway_are_aborted_and_run_again_at_another() -> No
     run(test)
 
 
+def test_sessions_that_a_restarted_gateway_does_not_have_are_run_again() -> None:
+    async def test() -> None:
+        restarted = asyncio.Event()
+        sink = MemorySink()
+        async with two_gateways() as (pool, gateways):
+            url = next(iter(gateways))
+
+            async def agent(task: Mapping[str, Any], session: Any) -> float:
+                await ask(session, task["prompt"])
+                if gateway_url(session) == url and not restarted.is_set():
+                    await gateways[url].stop()
+                    gateways[url] = await start_gateway(port=int(url.rpartition(":")[2]))
+                    restarted.set()
+                return 1.0
+
+            stats = await Rollout(pool, agent, sinks=[sink]).run(TASKS[:1])
+            assert len(pool.urls) == 2, "the gateway itself is not lost"
+        found = {result.session: (result.status, str(result.end.cause or "")) for result in sink.results}
+        assert found == {"0-0": ("aborted", "node_lost"), "0-0-r1": ("finished", "")}
+        assert stats.sessions == 2
+
+    run(test)
+
+
 def test_a_rollout_without_gateways_ends_with_an_error_and_writes_every_session_once() -> None:
     async def test() -> None:
         sink = MemorySink()

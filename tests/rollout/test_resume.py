@@ -110,9 +110,10 @@ def test_a_line_that_is_no_object_is_an_error_with_its_place(tmp_path: Path) -> 
 
 def test_a_written_session_is_not_run_again_although_its_journal_is_gone(tmp_path: Path) -> None:
     first = asyncio.run(run_tasks(tmp_path, Failpoint(), resume=False))
-    lines = (tmp_path / "trajectories.jsonl").read_bytes()
+    before = [(tmp_path / name).read_bytes() for name in ("trajectories.jsonl", "acknowledged")]
     for file in tmp_path.glob("journal*"):
         file.unlink()
     again = asyncio.run(run_tasks(tmp_path, Failpoint(), resume=True))
-    assert (tmp_path / "trajectories.jsonl").read_bytes() == lines
+    after = [(tmp_path / name).read_bytes() for name in ("trajectories.jsonl", "acknowledged")]
+    assert after == before
     assert again.to_json() == first.to_json()

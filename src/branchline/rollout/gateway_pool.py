@@ -104,8 +104,14 @@ class GatewayPool:
         # At once, so that sessions opened meanwhile count it.
         self._gateways[url].sessions.add(job.session_id)
         self._url_of[job.session_id] = url
-        async with self._requests_to(url) as client:
-            return await client.open_session(**session_options(job, options))
+        try:
+            async with self._requests_to(url) as client:
+                return await client.open_session(**session_options(job, options))
+        except NodeLostError:
+            raise
+        except BaseException:
+            self._forget(job.session_id)
+            raise
 
     async def find_state(self, session_id: str) -> tuple[SessionState, str] | None:
         for url in self.urls:
@@ -125,12 +131,11 @@ class GatewayPool:
 
     async def post_reward(self, session_id: str, reward: object) -> None:
         rewards = [validate_reward(one) for one in (reward if isinstance(reward, list) else [reward])]
-        async with self._requests_to(self._find(session_id)) as client:
-            await client.session(session_id).post_rewards(rewards)
+        async with self._requests_for(session_id) as session:
+            await session.post_rewards(rewards)
 
     async def end(self, session_id: str, state: SessionState, reason: str = "") -> EndedSession:
-        async with self._requests_to(self._find(session_id)) as client:
-            session = client.session(session_id)
+        async with self._requests_for(session_id) as session:
             try:
                 view = await session.end(state, reason)
             except SessionError as error:
@@ -142,18 +147,14 @@ class GatewayPool:
     async def read(
         self, session_id: str, policy: ExportPolicy | None = None
     ) -> tuple[Trajectory, SessionFigures]:
-        url = self._find(session_id)
-        async with self._requests_to(url) as client:
-            version = await self._version(self._gateways[url])
-            snapshot = await client.session(session_id).snapshot()
+        async with self._requests_for(session_id) as session:
+            version = await self._version(self._gateways[self._url_of[session_id]])
+            snapshot = await session.snapshot()
         return await asyncio.to_thread(_read_snapshot, snapshot, policy, version)
 
     async def release(self, session_id: str) -> None:
-        url = self._url_of.pop(session_id, None)
-        if url is None:
-            return
-        self._gateways[url].sessions.discard(session_id)
-        if not self._gateways[url].lost:
+        url = self._forget(session_id)
+        if url and not self._gateways[url].lost:
             try:
                 async with self._requests_to(url) as client:
                     await client.session(session_id).delete()
@@ -181,11 +182,26 @@ class GatewayPool:
 
     # -- gateways ------------------------------------------------------------------------------------
 
-    def _find(self, session_id: str) -> str:
+    def _forget(self, session_id: str) -> str:
+        """Returns where a session was; empty if it was nowhere."""
+        url = self._url_of.pop(session_id, "")
+        if url:
+            self._gateways[url].sessions.discard(session_id)
+        return url
+
+    @asynccontextmanager
+    async def _requests_for(self, session_id: str) -> AsyncIterator[AsyncClientSession]:
+        """Gives a session that was opened. Raises NodeLostError if it is gone, with its gateway or alone."""
         url = self._url_of.get(session_id)
         if url is None:
             raise SessionError("unknown", f"no session {session_id!r} at {', '.join(self._gateways)}")
-        return url
+        try:
+            async with self._requests_to(url) as client:
+                yield client.session(session_id)
+        except SessionError as error:
+            if error.kind == "unknown":
+                raise NodeLostError(f"gateway {url}: was started again without the session") from error
+            raise
 
     @asynccontextmanager
     async def _requests_to(self, url: str) -> AsyncIterator[AsyncClient]:
