@@ -49,7 +49,9 @@ if typing.TYPE_CHECKING:
     from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
+    from branchline.rollout.gateway_pool import GatewayPool
     from branchline.rollout.judge import ChatEndpoint, RelativeJudge
+    from branchline.rollout.ray_cluster import RayCluster, RayConfig
     from branchline.rollout.rewards import VerifierCommand
     from branchline.rollout.rollout import Rollout, RolloutConfig
     from branchline.rollout.runners import CommandRunner, FunctionRunner, LoopRunner, RemoteRunner
@@ -143,10 +145,13 @@ _MODULE_OF = {
     "ChatEndpoint": "rollout.judge",
     "CommandRunner": "rollout.runners",
     "FunctionRunner": "rollout.runners",
+    "GatewayPool": "rollout.gateway_pool",
     "JsonlSink": "rollout.sinks",
     "LoopRunner": "rollout.runners",
     "MemorySink": "rollout.sinks",
     "ParquetSink": "rollout.sinks",
+    "RayCluster": "rollout.ray_cluster",
+    "RayConfig": "rollout.ray_cluster",
     "RelativeJudge": "rollout.judge",
     "RemoteRunner": "rollout.runners",
     "Rollout": "rollout.rollout",
@@ -183,6 +188,7 @@ __all__ = [
     "ExportPolicy",
     "FunctionRunner",
     "Gateway",
+    "GatewayPool",
     "Generation",
     "GenericCodec",
     "HfEngine",
@@ -196,6 +202,8 @@ __all__ = [
     "MemorySink",
     "Message",
     "ParquetSink",
+    "RayCluster",
+    "RayConfig",
     "RelativeJudge",
     "RemoteRunner",
     "RenderersCodec",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,8 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import branchline
+from branchline.cli.main import main
 from branchline.core.errors import InputError
 from branchline.rollout.ray_cluster import ClusterNode, RayConfig, place_gateways
+from branchline.rollout.session_result import EndCause
+
+ROOT = Path(__file__).parents[2]
 
 
 @given(count=st.none() | st.integers(1, 12), machines=st.lists(st.integers(1, 3), min_size=1, max_size=5))
@@ -67,3 +73,19 @@ def test_without_ray_the_error_names_the_pip_command(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "ray is not installed: pip install 'branchline[ray]'\n"
+
+
+def test_the_guide_names_only_options_and_causes_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "guides" / "scaling.md").read_text()
+    options: set[str] = set()
+    for command in ("run", "serve"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        options |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) <= options
+    assert EndCause.NODE_LOST in text
+    for name in ("RayCluster", "RayConfig", "GatewayPool", "Rollout", "RolloutConfig"):
+        assert name in text
+        assert hasattr(branchline, name)
+    targets = set(re.findall(r"`make ([\w-]+)`", text))
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
