@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,16 +40,32 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def stop(process: subprocess.Popen[str], number: signal.Signals, file: Path, *, lines: int) -> None:
+    """Sends a signal when the file has so many lines, and waits for the end."""
+    deadline = time.monotonic() + 90
+    while not file.exists() or len(file.read_text().splitlines()) < lines:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+
+
+def test_an_interrupted_run_writes_the_sessions_that_were_running(tmp_path: Path) -> None:
+    interrupted = start(tmp_path)
+    stop(interrupted, signal.SIGTERM, tmp_path / "notes", lines=4)
+    assert interrupted.returncode == 130
+    lines = list(read_lines(tmp_path / "out" / "trajectories.jsonl"))
+    assert {(line["status"], line["cause"]) for line in lines} == {("aborted", "interrupted")}
+    answers = {line["session"]: line["metrics"]["answers"] for line in lines}
+    for session, noted in Counter(session for session, *_ in read_notes(tmp_path / "notes")).items():
+        assert answers[session] >= noted
+
+
 def test_a_killed_run_is_resumed_with_the_journals_of_its_gateways(tmp_path: Path) -> None:
     killed = start(tmp_path)
-    deadline = time.monotonic() + 90
     out = tmp_path / "out" / "trajectories.jsonl"
-    while not out.exists() or len(out.read_text().splitlines()) < 2:
-        assert time.monotonic() < deadline
-        assert killed.poll() is None, killed.communicate()
-        time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    stop(killed, signal.SIGKILL, out, lines=2)
     before = {line["session"]: line for line in read_lines(out)}
     resumed = start(tmp_path, "--resume")
     printed, errors = resumed.communicate(timeout=120)
