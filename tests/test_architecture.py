@@ -30,6 +30,7 @@ LAYERS = [
     {"engines"},
     {"runtime"},
     {"gateway", "loop"},
+    {"client"},
     {"rollout"},
     {"train"},
     {"viewer"},

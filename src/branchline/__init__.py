@@ -18,6 +18,8 @@ if typing.TYPE_CHECKING:
     from branchline.chat.generic.codec import GenericCodec
     from branchline.chat.renderers_codec.codec import RenderersCodec
     from branchline.chat.toy import ToyCodec
+    from branchline.client.async_client import AsyncClient
+    from branchline.client.client import Client
     from branchline.core.call import Generation, Request
     from branchline.core.errors import BranchlineError
     from branchline.core.message import Message, ToolCall
@@ -57,6 +59,7 @@ if typing.TYPE_CHECKING:
     from branchline.rollout.tasks import read_tasks
     from branchline.rollout.transfer_queue import TransferQueueSink
     from branchline.runtime.compaction import Compaction, DropLeastImportant, DropOldest, Summarize
+    from branchline.runtime.session_snapshot import SessionSnapshot
     from branchline.timelines.causes import classify_forks
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
@@ -93,7 +96,10 @@ _MODULE_OF = {
     "SglangEngine": "engines.sglang",
     "VllmEngine": "engines.vllm",
     # gateway
+    "AsyncClient": "client.async_client",
+    "Client": "client.client",
     "Gateway": "gateway.server",
+    "SessionSnapshot": "runtime.session_snapshot",
     # agent loop
     "BaseTool": "loop.tools.base",
     "CancelToken": "loop.timeouts",
@@ -161,10 +167,12 @@ _MODULE_OF = {
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncClient",
     "BaseTool",
     "BranchlineError",
     "CancelToken",
     "ChatEndpoint",
+    "Client",
     "CommandRunner",
     "Compaction",
     "ContextOptions",
@@ -203,6 +211,7 @@ __all__ = [
     "Session",
     "SessionModel",
     "SessionResult",
+    "SessionSnapshot",
     "SglangEngine",
     "Summarize",
     "Task",

@@ -151,6 +151,7 @@ CONTROL: list[tuple[str, str, Any]] = [
     ("GET", "/healthz", None),
     ("GET", "/readyz", None),
     ("GET", "/metrics", None),
+    ("GET", "/openapi.json", None),
     ("POST", "/sessions", OPTIONS),
     ("GET", "/sessions", None),
     ("GET", "/sessions/{id}", None),
@@ -158,6 +159,7 @@ CONTROL: list[tuple[str, str, Any]] = [
     ("GET", "/sessions/{id}/timelines", None),
     ("GET", "/sessions/{id}/samples", None),
     ("GET", "/sessions/{id}/report", None),
+    ("GET", "/sessions/{id}/snapshot", None),
     ("POST", "/sessions/{id}/reward", {"score": 1.0, "why": {"a": [1]}, "turn": 1}),
     ("POST", "/sessions/{id}/complete", {"reason": "done"}),
     ("POST", "/sessions/{id}/finalize", {"reason": "done"}),
@@ -281,6 +283,7 @@ _names = st.sampled_from(
         b"traceparent",
         b"content-length",
         b"authorization",
+        b"idempotency-key",
     ]
 )
 _values = st.sampled_from(
@@ -300,6 +303,8 @@ _values = st.sampled_from(
         "²".encode("latin-1"),
         b"00-zz-zz-01",
         b"a\x00b",
+        b"\xe9" * 20,
+        b"0123456789abcdef",
     ]
 )
 _headers = st.lists(st.tuples(_names, _values), max_size=3)

@@ -252,7 +252,7 @@ def test_any_value_in_any_field_is_answered(target: FuzzTarget, endpoint: str) -
         if answer.status != 200:
             assert_refusal(answer, endpoint.startswith("messages"))
         assert not target.errors.drain(), (path, value)
-    for view in ("", "/tree", "/timelines", "/samples", "/report"):
+    for view in ("", "/tree", "/timelines", "/samples", "/report", "/snapshot"):
         check(target, target.send("GET", f"/sessions/{session}{view}", key=control))
 
 

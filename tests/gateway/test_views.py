@@ -13,7 +13,7 @@ import pytest
 from branchline.export.jsonl import sample_to_json
 from branchline.export.tree_lines import samples_from_lines
 from branchline.gateway import control_api, views
-from branchline.runtime import managed_session
+from branchline.runtime import session_snapshot
 from tests.gateway.harness import Agent, agent, run
 
 
@@ -21,7 +21,7 @@ from tests.gateway.harness import Agent, agent, run
     ("path", "module", "function"),
     [
         ("/tree", views, "classify_forks"),
-        ("/samples", managed_session, "SampleStream"),
+        ("/samples", session_snapshot, "SampleStream"),
         ("/timelines", views, "timelines_of"),
     ],
 )
@@ -90,7 +90,8 @@ def test_samples_are_one_object_json_lines_or_a_tree() -> None:
                 assert samples == whole["samples"]
                 assert report == {"report": whole["report"]}
             lines = [json.loads(line) for line in (await _get_samples(a, "?format=tree")).text.splitlines()]
-            assert [sample_to_json(sample) for sample in samples_from_lines(lines)] == [
+            read = json.dumps([sample_to_json(sample) for sample in samples_from_lines(lines)])
+            assert json.loads(read) == [
                 {name: value for name, value in sample.items() if name not in ("group", "metadata")}
                 for sample in whole["samples"]
             ]

@@ -14,6 +14,7 @@
     │   ├── EngineOutputError   the engine returned tokens that cannot be right
     │   └── EngineInputError    the engine cannot do what was requested: unsupported, out of range
     │       └── ContextLengthError  the prompt exceeds the model's context
+    ├── GatewayError            a gateway cannot be reached, or something else answered for it
     ├── ToolError               a tool could not be set up, or its server is not reachable
     │   └── ToolUnavailableError  a tool's server is gone; the trajectory ends and is not trained
     ├── InteractionError        an interaction could not start, respond or score
@@ -146,6 +147,17 @@ class EngineInputError(EngineError):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.field = field
+
+
+class GatewayError(BranchlineError):
+    """A gateway cannot be reached, or a response is not a gateway's; `status` is its HTTP status, or 0.
+
+    What a gateway itself refuses is raised as the error that it had: SessionError, InputError, and so on.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ToolError(BranchlineError):

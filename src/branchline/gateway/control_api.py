@@ -1,17 +1,17 @@
 """The control API: opens, reads, rewards and ends sessions; pauses the policy; adds and removes engines.
 
-POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /wait
+POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /snapshot /wait
 GET /sessions/{id}/samples?format=json|jsonl|tree, streamed
 POST /sessions/{id}/reward|complete|finalize|abort      (the session's api_key may complete it)
 POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
-GET /healthz (alive) · /readyz (can take calls) · /metrics
+GET /healthz (alive) · /readyz (can take calls) · /metrics · /openapi.json
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from branchline.gateway.export_options import (
     read_sample_format,
 )
 from branchline.gateway.metrics import GatewayMetrics
+from branchline.gateway.openapi import build_document
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import (
@@ -46,6 +47,7 @@ from branchline.gateway.views import (
     trajectory_view,
     tree_view,
 )
+from branchline.runtime.headers import IDEMPOTENCY_HEADER
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
@@ -66,6 +68,8 @@ _VIEWS: dict[str, View] = {
 _RETURNS = ("samples", "trajectory", "session")
 """What `finalize` may return next to the session."""
 _MAX_WAIT_S = 3600.0
+_KEPT_ENGINE_REQUESTS = 1000
+_SNAPSHOT_TYPE = "application/vnd.msgpack"
 _ENGINE_CHECK_S = 1.0
 """How long `/readyz` repeats what it found out about the engine."""
 _ENGINE_TIMEOUT_S = 2.0
@@ -96,6 +100,9 @@ class ControlApi:
         self._access = access
         self._metrics = metrics
         self._config = config
+        self._engine_requests: dict[str, asyncio.Task[None]] = {}
+        """Changes of the engines by their idempotency keys, the oldest first."""
+        self._openapi_document = b""
         self._engine_check: asyncio.Task[bool] | None = None
         self._engine_checked_at = 0.0
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _routing_error})
@@ -106,11 +113,13 @@ class ControlApi:
             Route("/healthz", self._health, methods=["GET"]),
             Route("/readyz", self._ready, methods=["GET"]),
             Route("/metrics", self._render_metrics, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
             admin("POST", "/sessions", self._open),
             admin("GET", "/sessions", self._list),
             session("DELETE", "", self._delete),
             *(session("GET", path, _view_handler(view)) for path, view in _VIEWS.items()),
             session("GET", "/wait", self._wait),
+            session("GET", "/snapshot", _snapshot),
             session("GET", "/samples", _samples),
             session("GET", "/report", _report),
             session("POST", "/reward", self._reward, "reward"),
@@ -144,7 +153,9 @@ class ControlApi:
 
     async def _open(self, http: HttpRequest) -> Response:
         options = read_session_options(await self._read_body(http))
-        managed, api_key, control_key = await asyncio.to_thread(self._sessions.open, options)
+        managed, api_key, control_key = await asyncio.to_thread(
+            self._sessions.open, options, _idempotency_key(http), self._config.admin_key
+        )
         root = (self._config.public_url or str(http.base_url)).rstrip("/") + f"/sessions/{managed.id}"
         urls = {"base_url": root + "/v1", "openai_base_url": root + "/v1", "anthropic_base_url": root}
         return _json({"id": managed.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
@@ -177,7 +188,7 @@ class ControlApi:
         return _json(session_view(managed))
 
     async def _reward(self, http: HttpRequest, managed: ManagedSession) -> Response:
-        await managed.post_reward(await self._read_body(http))
+        await managed.post_reward(await self._read_body(http), _idempotency_key(http))
         return self._session_response(http, managed)
 
     def _end_handler(self, state: SessionState) -> SessionHandler:
@@ -229,13 +240,28 @@ class ControlApi:
     async def _add_engine(self, http: HttpRequest) -> Response:
         """`version` is the version of the weights that the server has loaded."""
         body = _check_fields(await self._read_body(http), "url", "version")
-        await self._router.add_replica(_required_string(body, "url"), _read_version(body))
+        url, version = _required_string(body, "url"), _read_version(body)
+        await self._run_once(http, lambda: self._router.add_replica(url, version))
         return self._engines_response(201)
 
     async def _remove_engine(self, http: HttpRequest) -> Response:
         body = _check_fields(await self._read_body(http), "name")
-        await self._router.remove_replica(_required_string(body, "name"))
+        name = _required_string(body, "name")
+        await self._run_once(http, lambda: self._router.remove_replica(name))
         return self._engines_response()
+
+    async def _run_once(self, http: HttpRequest, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs an action, unless a request with the same idempotency key has run it; an action that failed is
+        run again."""
+        key = _idempotency_key(http)
+        task = self._engine_requests.get(key) if key else None
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.create_task(action())
+            if key:
+                self._engine_requests[key] = task
+                if len(self._engine_requests) > _KEPT_ENGINE_REQUESTS:
+                    self._engine_requests.pop(next(iter(self._engine_requests)))
+        await asyncio.shield(task)
 
     def _engines_response(self, status: int = 200) -> Response:
         return _json(self._policy_state() | {"engines": self._router.describe_replicas()}, status)
@@ -291,6 +317,12 @@ class ControlApi:
         self._metrics.sessions.set(len(self._sessions))
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
+    async def _openapi(self, http: HttpRequest) -> Response:
+        """The description of both APIs. It holds no secrets, so it needs no key."""
+        if not self._openapi_document:
+            self._openapi_document = build_document(self._config)
+        return Response(self._openapi_document, media_type="application/json")
+
     async def _read_body(self, http: HttpRequest) -> Any:
         """The decoded body, or None if there is none; it must be encodable for the journal."""
         if http.headers.get("content-length", "") in ("", "0") and "transfer-encoding" not in http.headers:
@@ -312,6 +344,12 @@ def _view_handler(view: View) -> SessionHandler:
         return await _in_view_thread(lambda: _json(view(managed)))
 
     return show
+
+
+async def _snapshot(_http: HttpRequest, managed: ManagedSession) -> Response:
+    """The whole session in one answer, for `Client`."""
+    content = await _in_view_thread(lambda: managed.snapshot().encode())
+    return Response(content, media_type=_SNAPSHOT_TYPE)
 
 
 async def _report(http: HttpRequest, managed: ManagedSession) -> Response:
@@ -394,6 +432,13 @@ def _check_fields(body: object, *names: str) -> dict[str, Any]:
         if name not in names:
             raise MessageError("field", name, f"only {', '.join(names)}" if names else "none")
     return fields
+
+
+def _idempotency_key(http: HttpRequest) -> str:
+    key = http.headers.get(IDEMPOTENCY_HEADER, "")
+    if key and not 16 <= len(key) <= 255:
+        raise MessageError(IDEMPOTENCY_HEADER, key, "16 to 255 characters")
+    return key
 
 
 def _read_version(body: dict[str, Any]) -> int | None:

@@ -229,14 +229,18 @@ class ResultBuilder:
         return np.array([np.nan if value is None else value for value in self._logprobs], np.float32)
 
 
-def error_from_response(status: int, body: bytes, retry_after: str = "") -> BranchlineError:
-    """The error that a gateway raised before it sent this response."""
+def error_from_response(
+    status: int, body: bytes, retry_after: str = "", request: str = ""
+) -> BranchlineError:
+    """The error that a gateway raised before it sent this response. `request` begins its message."""
     code, is_gateway = None, True
     try:
         error = msgspec.json.decode(body)["error"]
         text, code = str(error["message"]), error.get("code")
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError):
         text, is_gateway = body[:500].decode(errors="replace") or f"status {status}", False
+    if request:
+        text = f"{request}: status {status}{f' ({code})' if code else ''}: {text}"
     kind = code if code in get_args(SessionErrorKind) else _KIND_BY_STATUS.get(status)
     if kind is not None:
         return SessionError(kind, text)

@@ -245,8 +245,10 @@ class Retry:
 
     async def wait_to_retry(self, status: int, retry_after: str) -> bool:
         """Returns True when it is time to retry, False at once if the request must not be retried."""
-        if status != TOO_MANY_REQUESTS:
-            return False
+        return status == TOO_MANY_REQUESTS and await self.wait(retry_after)
+
+    async def wait(self, retry_after: str = "") -> bool:
+        """Waits before the next attempt; returns False at once if it would be after the deadline."""
         delay_s = self.next_delay_s(retry_after)
         if asyncio.get_running_loop().time() + delay_s > self._deadline:
             return False

@@ -19,13 +19,13 @@ import msgspec
 
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
-from branchline.core.sample import DropReason, ExportReport
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
-from branchline.export.samples import Export, ExportPolicy, SampleStream, export_nothing
+from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
 from branchline.runtime.request_fields import CONSTRAINT_FIELDS, SAMPLING_FIELDS
+from branchline.runtime.session_snapshot import SessionSnapshot
 from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
@@ -104,6 +104,8 @@ class SessionRewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarde
     """A reward was posted: a number or an object with a score."""
 
     reward: dict[str, Any]
+    request_key: str = ""
+    """Identifies the request that posted it and its position there; empty if that had no idempotency key."""
 
 
 class SessionEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
@@ -143,6 +145,10 @@ class ManagedSession:
     state: SessionState = "open"
     reason: str = ""
     rewards: list[dict[str, Any]] = field(default_factory=list)
+    reward_request_keys: set[str] = field(default_factory=set, repr=False)
+    """Requests whose rewards were added."""
+    reward_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    """Held while rewards are added, so that a repeated request waits for the first."""
     in_flight: int = 0
     last_used: float = field(default_factory=time.monotonic)
     running_calls: dict[str, asyncio.Event] = field(default_factory=dict, repr=False)
@@ -238,23 +244,31 @@ class ManagedSession:
         made = [call for call in tree.calls if call.id not in continued and not tree.is_resumed(call)]
         return len(made) + self.in_flight - (resumes in self.running_calls)
 
-    async def post_reward(self, raw: object) -> None:
+    async def post_reward(self, raw: object, idempotency_key: str = "") -> None:
         """Adds a reward, a number or an object with a score, or a list of them, when the journal has it.
 
         `call`, `turn`, `timeline` and `tool` name the part of the session that it is for
         (`export/rewards.py`); without them it is for all of it. A reward with an `id` that was posted before,
-        unchanged, is not added again: a client that does not know whether its request arrived can repeat it.
+        unchanged, is not added again, nor is one of a request with the same idempotency key: a client that
+        does not know whether its request arrived can repeat it.
         """
-        self.require_open()
         rewards = [validate_reward(one) for one in (raw if isinstance(raw, list) else [raw])]
-        for reward in rewards:
-            check_reward_part(self.session.tree, reward)
-        self.last_used = time.monotonic()
-        for reward in rewards:
-            if "id" in reward and reward in self.rewards:
-                continue
-            await self._append_record(SessionRewarded(reward))
-            self.rewards.append(reward)
+        async with self.reward_lock:
+            records = [
+                SessionRewarded(reward, f"{idempotency_key}/{index}" if idempotency_key else "")
+                for index, reward in enumerate(rewards)
+            ]
+            records = [record for record in records if record.request_key not in self.reward_request_keys]
+            if records or not rewards:
+                self.require_open()
+            for record in records:
+                check_reward_part(self.session.tree, record.reward)
+            self.last_used = time.monotonic()
+            for record in records:
+                if "id" in record.reward and record.reward in self.rewards:
+                    continue
+                await self._append_record(record)
+                self.apply(record)
 
     async def add_compaction(self, prefix: CompactedPrefix) -> None:
         """Applies an edit to all calls that begin with its messages, once the journal has it."""
@@ -309,6 +323,8 @@ class ManagedSession:
         """Applies a record that was read from the journal."""
         if isinstance(record, SessionRewarded):
             self.rewards.append(record.reward)
+            if record.request_key:
+                self.reward_request_keys.add(record.request_key)
         elif isinstance(record, SessionEnded):
             self.state, self.reason = record.state, record.reason
             self.ended_event.set()
@@ -325,6 +341,22 @@ class ManagedSession:
         )
         return replace(policy, drop=policy.drop | {Cause.DUPLICATE}) if self.options.dedupe else policy
 
+    def snapshot(self) -> SessionSnapshot:
+        """Returns the session as of now. Copies the tree, so it may run in a thread."""
+        rewards = tuple(self.rewards)
+        return SessionSnapshot(
+            self.id,
+            self.session.snapshot(),
+            self.state,
+            self.reason,
+            rewards,
+            self.options.agent,
+            self.options.group,
+            self.options.metadata,
+            self.options.eval,
+            self.default_export_policy,
+        )
+
     def export(
         self,
         policy: ExportPolicy | None = None,
@@ -332,16 +364,8 @@ class ManagedSession:
         include_aborted: bool = False,
         keep_calls: Iterable[str] = (),
     ) -> Export:
-        """Exports the samples of the session as of now, with the report on every sampled token.
-
-        Evaluation sessions export no samples, aborted ones only with `include_aborted`. `keep_calls` are
-        calls that are exported although they were cancelled. Reads a snapshot of the tree, so it may run in a
-        thread.
-        """
-        stream = self.export_stream(policy, include_aborted=include_aborted, keep_calls=keep_calls)
-        if isinstance(stream, Export):
-            return stream
-        return Export(list(stream), stream.report, frozenset(stream.counts))
+        """Exports the samples of the session as of now, with the report on every sampled token."""
+        return self.snapshot().export(policy, include_aborted=include_aborted, keep_calls=keep_calls)
 
     def export_stream(
         self,
@@ -351,40 +375,13 @@ class ManagedSession:
         keep_calls: Iterable[str] = (),
     ) -> SampleStream | Export:
         """Does what `export` does, one sample at a time; an Export if there are none."""
-        policy = policy or self.default_export_policy
-        policy = replace(policy, keep_calls=policy.keep_calls.union(keep_calls))
-        tree = self.session.snapshot()
-        if self.options.eval:
-            return export_nothing(tree, DropReason.EVALUATION)
-        if self.state == "aborted" and not include_aborted:
-            return export_nothing(tree, DropReason.ABORTED)
-        if not tree.calls:
-            return Export([], ExportReport(0, 0))
-        rewards = self.rewards[:]
-        return SampleStream(tree, policy, session=self.id, reward=session_reward(rewards), rewards=rewards)
+        return self.snapshot().export_stream(policy, include_aborted=include_aborted, keep_calls=keep_calls)
 
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None
     ) -> Trajectory:
-        """Returns the trajectory of the session as of now; an aborted one has failed.
-
-        Evaluation sessions and aborted ones have no samples. Reads a snapshot of the tree, so it may run in a
-        thread.
-        """
-        is_aborted = self.state == "aborted"
-        tree, rewards = self.session.snapshot(), self.rewards[:]
-        trajectory = Trajectory.from_tree(
-            tree,
-            session=self.id,
-            rewards=rewards,
-            metrics=metrics,
-            policy=policy or self.default_export_policy,
-            failed=is_aborted,
-        )
-        if not self.options.eval and not is_aborted:
-            return trajectory
-        reason = DropReason.EVALUATION if self.options.eval else DropReason.ABORTED
-        return replace(trajectory, samples=(), report=export_nothing(tree, reason).report)
+        """Returns the trajectory of the session as of now; an aborted one has failed."""
+        return self.snapshot().trajectory(policy, metrics=metrics)
 
     async def _append_record(self, record: SessionRewarded | SessionEnded | SessionCompacted) -> None:
         if self.journal is not None:

@@ -11,10 +11,12 @@ follows the damage has lost its context. All others start. Its records stay in t
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import secrets
 import threading
 import time
+from base64 import urlsafe_b64encode
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -95,17 +97,26 @@ class SessionStore:
 
     # -- opening and finding -------------------------------------------------------------------------
 
-    def open(self, options: SessionOptions) -> tuple[ManagedSession, str, str]:
-        """Opens a session; returns it with its API key and its control key, which are not stored."""
-        session_id = options.id or secrets.token_hex(8)
+    def open(
+        self, options: SessionOptions, idempotency_key: str = "", secret: str = ""
+    ) -> tuple[ManagedSession, str, str]:
+        """Opens a session; returns it with its API key and its control key, which are not stored.
+
+        With an idempotency key both keys follow from it and from `secret`, and so does the id if none is
+        given. So the same request, sent again, returns the same session, also after a restart.
+        """
+        session_id, api_key, control_key = _new_names(options.id, idempotency_key, secret)
         if not _is_valid_id(session_id) or session_id == "v1":  # `/sessions/v1/…` would be ambiguous
             expected = "letters, digits, '-', '_' or '.', at most 128, and neither dots alone nor v1"
             raise MessageError("id", session_id, expected)
         check_session_sampling(options)
-        api_key, control_key = "sk-bl-" + secrets.token_urlsafe(24), "ck-bl-" + secrets.token_urlsafe(24)
         opened = SessionOpened(options, hash_key(api_key), hash_key(control_key), time.time())
         with self._open_lock:
+            if session_id in self._opening_ids and idempotency_key:
+                raise SessionError("busy", f"session {session_id} is being opened, try again in a moment")
             if session_id in self._by_id or session_id in self._opening_ids or self._is_journaled(session_id):
+                if idempotency_key and self._was_opened_as(session_id, opened):
+                    return self.get(session_id), api_key, control_key
                 raise SessionError("exists", f"session {session_id} exists already")
             self._opening_ids.add(session_id)
         try:
@@ -124,6 +135,12 @@ class SessionStore:
             },
         )
         return managed, api_key, control_key
+
+    def _was_opened_as(self, session_id: str, opened: SessionOpened) -> bool:
+        """Whether an existing session was opened by the same request."""
+        found = self.find_keys(session_id)
+        is_same = hmac.compare_digest(found.control_key_hash, opened.control_key_hash)
+        return is_same and found.options == opened.options
 
     def default_session(self) -> ManagedSession:
         """The session of requests without a key; a new one replaces a closed one."""
@@ -310,6 +327,20 @@ class SessionStore:
             problem,
             extra={"session": session_id, "calls_before": len(managed.session.tree.calls) if managed else 0},
         )
+
+
+def _new_names(session_id: str, idempotency_key: str, secret: str) -> tuple[str, str, str]:
+    """The id, the API key and the control key of a new session."""
+    if not idempotency_key:
+        names = [secrets.token_hex(8), secrets.token_urlsafe(24), secrets.token_urlsafe(24)]
+    else:
+        request = f"{session_id}\0{idempotency_key}"
+        digests = [
+            hmac.digest(secret.encode(), f"{purpose}\0{request}".encode(), "sha256")
+            for purpose in ("id", "api_key", "control_key")
+        ]
+        names = [digests[0][:8].hex(), *(urlsafe_b64encode(digest[:24]).decode() for digest in digests[1:])]
+    return session_id or names[0], "sk-bl-" + names[1], "ck-bl-" + names[2]
 
 
 def _is_valid_id(text: str) -> bool:
