@@ -27,7 +27,7 @@ async def run(task: Mapping[str, Any], session: Any) -> None:
             reply = await client.chat.completions.create(
                 model="policy", messages=messages, tools=[_LOOKUP], max_tokens=48
             )
-            message = reply.choices[0].message
+            message: Any = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
                 return

@@ -154,7 +154,7 @@ def test_session_whose_journal_failed_is_read_only(tmp_path: Path, monkeypatch: 
     async def test() -> None:
         async with agent("x", journal=tmp_path / "j") as a:
             await a.ask_text("p")
-            monkeypatch.setattr(Journal, "_write_inline", lambda _: False)
+            monkeypatch.setattr(Journal, "_write_inline", lambda _, **__: False)
             monkeypatch.setattr(Journal, "_commit", full)
             assert (await a.ask("p", "x", "q")).status_code == 503
             sampled = len(a.engine.received_prompts)

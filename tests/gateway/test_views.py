@@ -90,7 +90,8 @@ def test_samples_are_one_object_json_lines_or_a_tree() -> None:
                 assert samples == whole["samples"]
                 assert report == {"report": whole["report"]}
             lines = [json.loads(line) for line in (await _get_samples(a, "?format=tree")).text.splitlines()]
-            assert [sample_to_json(sample) for sample in samples_from_lines(lines)] == [
+            read = json.dumps([sample_to_json(sample) for sample in samples_from_lines(lines)])
+            assert json.loads(read) == [
                 {name: value for name, value in sample.items() if name not in ("group", "metadata")}
                 for sample in whole["samples"]
             ]

@@ -52,7 +52,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     return FakeQueue()
 
 
-TASKS = [
+TASKS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "hello", "data_source": "math", "reward_model": {"ground_truth": "4"}},
     {
         "id": "b",

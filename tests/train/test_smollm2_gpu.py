@@ -27,7 +27,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.core.message import Message, ToolCall  # noqa: E402
-from branchline.train.demo.demo import MODEL_FOLDER  # noqa: E402
+from branchline.train.demo import MODEL_FOLDER  # noqa: E402
 from branchline.train.metrics import read_metrics  # noqa: E402
 
 torch.set_num_threads(1)

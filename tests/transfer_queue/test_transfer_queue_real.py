@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 tq = pytest.importorskip("transfer_queue")
+ray = pytest.importorskip("ray")
 
 from branchline.rollout.rollout import Rollout, RolloutConfig  # noqa: E402
 from branchline.rollout.sinks import MemorySink  # noqa: E402
@@ -20,8 +21,6 @@ from tests.rollout.harness import ask, scripted_gateway  # noqa: E402
 
 @pytest.fixture(scope="module", autouse=True)
 def started_queue() -> Any:
-    import ray
-
     # Each storage unit and the controller need a CPU of Ray's; the machine may have fewer.
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
     tq.init()

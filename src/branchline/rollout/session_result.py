@@ -1,10 +1,10 @@
 """What becomes of one session of a rollout: how it ended, its trajectory and its figures.
 
 Every session ends in exactly one status. `finished`: the agent is done and the session is data. `failed`: the
-agent, the reward or the judge broke. `aborted`: the session was given up for a reason outside of it: enough
-others had finished, its tokens were too old, the run was interrupted, or somebody aborted it. Failed and
-aborted sessions keep their histories and export no samples. The reason is in the gateway's journal, so it can
-be read back after the process died.
+agent, the reward or the judge broke. `aborted`: the session was stopped for a reason outside of it: enough
+others had finished, its tokens were too old, the run was interrupted, or a client of the control API aborted
+it. Failed and aborted sessions keep their histories and export no samples. The reason is in the gateway's
+journal, so it can be read back after the process died.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EndCause(StrEnum):
     INTERRUPTED = "interrupted"
     """The run ended before the session; a resumed run starts it again."""
     SESSION_ABORTED = "session_aborted"
-    """Somebody aborted it at the gateway."""
+    """Aborted through the gateway's control API, or by the agent."""
     NODE_LOST = "node_lost"
     """Its gateway, or the process of its agent, is gone; it is run again."""
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st  # noqa: E402
 
 from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.export.packing import TrainingRow  # noqa: E402
-from branchline.train.demo import ablations  # noqa: E402
+from branchline.train.demo import MODEL_FOLDER, ablations  # noqa: E402
 from branchline.train.demo.ablations import Drift, encode_again, logprob_gaps  # noqa: E402
-from branchline.train.demo.demo import MODEL_FOLDER, DemoSettings  # noqa: E402
+from branchline.train.demo.demo import DemoSettings  # noqa: E402
 from branchline.train.demo.warm_start import create_model  # noqa: E402
 from tests.export.packed_rows import make_row  # noqa: E402
 
