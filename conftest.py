@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,9 @@ collect_ignore_glob = [] if find_spec("torch") else _NEEDS_TORCH
 # system's certificates, which takes longer than most tests.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# A shell starts processes in the background with SIGINT ignored; tests of Ctrl-C need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Imported modules are never garbage, and scanning them takes half a second per collection.
 gc.disable()
