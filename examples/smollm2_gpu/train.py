@@ -235,6 +235,21 @@ class _ShopRun:
         return {**scores, "client_tokens": tokens, "training_seconds": round(self.training_s, 1)}
 
 
+_HELP = {
+    "steps": "training steps; the learning rate falls to 0 over them",
+    "groups": "tasks in a step",
+    "group_size": "episodes of each task",
+    "learning_rate": "learning rate of GRPO",
+    "demonstrations": "episodes that the warm start imitates",
+    "warm_start_passes": "how often it sees each of them",
+    "warm_start_rate": "its learning rate",
+    "evaluation_tasks": "held-out tasks, before and after",
+    "max_staleness": "versions that the policy may move during an episode; more than 0 overlaps steps",
+    "max_batch_tokens": "tokens of one forward pass of the trainer",
+    "seed": "seed of tasks, demonstrations and sampling",
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     defaults = ShopSettings()
     parser = argparse.ArgumentParser(
@@ -253,13 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--save-checkpoint", action="store_true", help="save the trained model in the folder")
     for name, value in asdict(defaults).items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(value),
-            default=value,
-            metavar="N",
-            help="default: %(default)s",
-        )
+        option, help_text = f"--{name.replace('_', '-')}", f"{_HELP[name]} (default: %(default)s)"
+        parser.add_argument(option, type=type(value), default=value, metavar="N", help=help_text)
     options = parser.parse_args(arguments)
     try:
         if options.plot is not None:
