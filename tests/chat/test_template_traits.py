@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from typing import Any
 
 import pytest
@@ -169,7 +169,8 @@ def test_what_mistral_accepts_is_not_changed() -> None:
     }
     accepted = shown = 0
     for count in range(1, 6):
-        for roles in product(make, repeat=count):
+        # Of the longest ones, a part: all would take most of ten seconds.
+        for roles in islice(product(make, repeat=count), 0, None, 1 if count < 5 else 7):
             messages = [make[role](f"w{index}.") for index, role in enumerate(roles)]
             text, adapted_text = (_render(probe, messages) for probe in (plain, adapted))
             assert not text or adapted_text == text, roles
