@@ -14,6 +14,7 @@ import pytest
 from branchline.chat.base import NewMessage
 from branchline.chat.generic.codec import GenericCodec
 from branchline.cli import serve
+from branchline.cli.engine_options import default_max_tokens
 from branchline.cli.engines import build_router
 from branchline.cli.main import build_parser, main
 from branchline.core.message import Message
@@ -234,7 +235,7 @@ def test_only_the_built_in_model_has_a_default_limit(
     options: dict[str, object], expected: int | None
 ) -> None:
     defaults: dict[str, object] = {"engine": "hf", "model": None, "default_max_tokens": None}
-    assert serve.default_max_tokens(Namespace(**{**defaults, **options})) == expected
+    assert default_max_tokens(Namespace(**{**defaults, **options})) == expected
 
 
 @pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from branchline.core.errors import InputError
 
@@ -139,14 +138,3 @@ def parse_count(text: str) -> tuple[str, int]:
     if not name or not number.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=N")
     return name, int(number)
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """Reads a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object")
-    return value

@@ -16,7 +16,7 @@ from rich.text import Text
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
 from branchline.cli.call_log import no_calls_error, skipped_lines, skipped_to_json
-from branchline.cli.engines import add_template_options
+from branchline.cli.engine_options import add_template_options
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import LogError
 from branchline.doctor.findings import Finding, Severity

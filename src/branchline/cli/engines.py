@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from branchline.chat.base import Codec
+from branchline.cli.engine_options import ENGINE_KEY_ENV, OPENAI_KEY_ENV, UPSTREAM_KEY_ENV_PREFIX
 from branchline.core.errors import InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder
 
@@ -25,66 +25,6 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
     from branchline.engines.http import HttpEngine
     from branchline.engines.upstream_chat import UpstreamChat
     from branchline.runtime.router import Router
-
-ENGINE_NAMES = ("hf", "vllm", "sglang", "scripted", "openai")
-CODEC_NAMES = ("generic", "renderers")
-ENGINE_KEY_ENV = "BRANCHLINE_ENGINE_KEY"
-UPSTREAM_KEY_ENV_PREFIX = "BRANCHLINE_UPSTREAM_KEY_"
-OPENAI_KEY_ENV = "OPENAI_API_KEY"
-
-
-def add_template_options(parser: argparse._ActionsContainer) -> None:
-    """Adds the options that change the stop ids and the template arguments of a codec."""
-    parser.add_argument(
-        "--stop-id",
-        action="append",
-        default=[],
-        metavar="ID_OR_TOKEN",
-        help="an id that ends an output, besides those in the model's files and its template; repeatable",
-    )
-    parser.add_argument(
-        "--no-stop-id",
-        action="append",
-        default=[],
-        metavar="ID_OR_TOKEN",
-        help="an id that does not end an output, although the model's files or template name it; repeatable",
-    )
-    parser.add_argument(
-        "--default-chat-template-kwargs",
-        type=_parse_json_object,
-        default={},
-        metavar="JSON",
-        help="arguments of the chat template for every prompt, which a request's chat_template_kwargs "
-        "override: '{\"enable_thinking\": true}'",
-    )
-
-
-def add_timeout_options(parser: argparse._ActionsContainer) -> None:
-    """Adds the options that say how long an engine server may be silent."""
-    parser.add_argument(
-        "--first-token-timeout-s",
-        type=float,
-        metavar="SECONDS",
-        help="how long a server may take to the first token of an answer, its queue and the prompt included; "
-        "then the call is sent to another replica (default: 600)",
-    )
-    parser.add_argument(
-        "--token-timeout-s",
-        type=float,
-        metavar="SECONDS",
-        help="how long a server may take between two tokens; then the answer continues on another replica. "
-        "More is needed if weights are updated without POST /policy/pause (default: 60)",
-    )
-
-
-def _parse_json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object")
-    return value
 
 
 def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:

@@ -23,10 +23,14 @@ from branchline.cli.agents import (
     build_reward,
     build_runners,
     parse_count,
-    parse_object,
+)
+from branchline.cli.engine_options import (
+    add_embedded_engine_options,
+    add_engine_options,
+    default_max_tokens,
+    parse_json_object,
 )
 from branchline.cli.engines import build_router, engine_keys
-from branchline.cli.serve import add_embedded_engine_options, add_engine_options, default_max_tokens
 from branchline.cli.stats import render_stats
 from branchline.core.errors import InputError
 from branchline.gateway.config import GatewayConfig
@@ -134,7 +138,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--session-options",
-        type=parse_object,
+        type=parse_json_object,
         default={},
         metavar="JSON",
         help='options of every session: \'{"sampling": {"temperature": 1}, "limits": {"calls": 50}}\'',

@@ -11,21 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from branchline.chat.base import Codec, HistoryPolicy
-from branchline.cli.engines import (
-    CODEC_NAMES,
-    ENGINE_KEY_ENV,
-    ENGINE_NAMES,
-    OPENAI_KEY_ENV,
-    UPSTREAM_KEY_ENV_PREFIX,
-    add_template_options,
-    add_timeout_options,
-    build_router,
-)
+from branchline.cli.engine_options import add_embedded_engine_options, add_engine_options, default_max_tokens
+from branchline.cli.engines import build_router
 from branchline.cli.observability import Observability, add_observability_options, configure_observability
 from branchline.gateway.access import require_loopback
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.process import run_server
-from branchline.runtime.sampling import FALLBACK_MAX_TOKENS
 
 if TYPE_CHECKING:  # the gateway needs packages of the `serve` extra
     from branchline.gateway.server import Gateway
@@ -65,7 +56,6 @@ Open a session and point an agent at it:
   curl -X POST $URL/sessions -H "authorization: Bearer $ADMIN_KEY"
   OPENAI_BASE_URL=<base_url> OPENAI_API_KEY=<api_key> your-agent
 """
-_DEFAULT_MODEL_MAX_TOKENS = 512
 
 
 def add_serve(commands: Any) -> None:
@@ -86,121 +76,6 @@ def add_serve(commands: Any) -> None:
     _add_session_options(parser.add_argument_group("sessions"))
     add_observability_options(parser)
     parser.set_defaults(run=run)
-
-
-def add_engine_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--engine",
-        choices=ENGINE_NAMES,
-        default="hf",
-        help="what generates: a model in this process (hf), a server, or a script (default: %(default)s)",
-    )
-    group.add_argument(
-        "--model",
-        metavar="DIR|NAME",
-        help="the model: a folder or a Hugging Face name (default with --engine hf: SmolLM2, unpacked once)",
-    )
-    group.add_argument(
-        "--tokenizer",
-        metavar="DIR|NAME",
-        help="the tokenizer and its chat template: a folder or a Hugging Face name (default: the model's; "
-        "with --engine vllm or sglang, that of the model that the server reports)",
-    )
-    group.add_argument(
-        "--codec",
-        choices=CODEC_NAMES,
-        default="generic",
-        help="what writes prompts: the tokenizer's chat template (generic), or the renderers package for a "
-        "named --family (default: %(default)s)",
-    )
-    group.add_argument("--family", metavar="NAME", help="the model family of --codec renderers")
-    group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
-    group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
-    add_template_options(group)
-    add_timeout_options(group)
-    group.add_argument(
-        "--allow-special-tokens",
-        action="store_true",
-        help="let text of messages and tools become control tokens (<|im_end|>); by default it stays text, "
-        "so that a page fetched by a tool cannot open a turn",
-    )
-    group.add_argument(
-        "--engine-url",
-        action="append",
-        default=[],
-        metavar="URL",
-        help=f"address of an engine server; repeat for replicas. Its API key is read from {ENGINE_KEY_ENV}; "
-        f"with --engine openai, {OPENAI_KEY_ENV} is the fallback",
-    )
-    group.add_argument(
-        "--upstream",
-        action="append",
-        default=[],
-        metavar="NAME=URL",
-        help="an OpenAI-compatible server that rules can name. Its API key is read from "
-        f"{UPSTREAM_KEY_ENV_PREFIX}NAME, else {OPENAI_KEY_ENV}",
-    )
-    group.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,…",
-        help="model=PATTERN, agent=PATTERN, engine=NAME, train=yes|no; the first matching rule applies",
-    )
-    group.add_argument(
-        "--max-in-flight",
-        type=int,
-        default=GatewayConfig.max_in_flight,
-        metavar="N",
-        help="concurrent generations; further calls get 429 with Retry-After (default: %(default)s)",
-    )
-    group.add_argument(
-        "--default-max-tokens",
-        type=int,
-        default=GatewayConfig.default_max_tokens,
-        metavar="N",
-        help="max_tokens if neither client nor session sets it (default: the rest of the context window; "
-        f"{FALLBACK_MAX_TOKENS} if the engine does not report its size; {_DEFAULT_MODEL_MAX_TOKENS} with the "
-        "built-in SmolLM2)",
-    )
-
-
-def add_embedded_engine_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)"
-    )
-    group.add_argument(
-        "--dtype",
-        metavar="NAME",
-        help="type of the weights (default: float32 on a CPU, else the model's own)",
-    )
-    group.add_argument(
-        "--max-batch", type=int, metavar="N", help="requests sampled together (default: 64; 256 on a GPU)"
-    )
-    group.add_argument(
-        "--batch-gib",
-        type=float,
-        metavar="GIB",
-        help="keys and values of running requests (default: 4; half of the free memory on a GPU)",
-    )
-    group.add_argument(
-        "--cache-gib",
-        type=float,
-        metavar="GIB",
-        help="keys and values kept for later requests (default: 1; a fifth of the free memory on a GPU)",
-    )
-    group.add_argument(
-        "--prefill-tokens",
-        type=int,
-        metavar="N",
-        help="prompt tokens computed in one step (default: 512; 8192 on a GPU)",
-    )
-    group.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads of a step (default: 1 for models below 20 million parameters, else all cores)",
-    )
 
 
 def _add_server_options(group: argparse._ArgumentGroup) -> None:
@@ -387,11 +262,3 @@ def _startup_message(gateway: Gateway, given_key: str, base_url: str, api_key: s
         "-H 'content-type: application/json' "
         '-d \'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100}\''
     )
-
-
-def default_max_tokens(options: argparse.Namespace) -> int | None:
-    """The option's value; SmolLM2 gets a limit of its own, because it often generates no stop token."""
-    if options.default_max_tokens is None and options.engine == "hf" and not options.model:
-        return _DEFAULT_MODEL_MAX_TOKENS
-    limit: int | None = options.default_max_tokens
-    return limit

@@ -19,8 +19,8 @@ from branchline.cli.agents import (
     add_agent_options,
     build_reward,
     build_runners,
-    parse_object,
 )
+from branchline.cli.engine_options import parse_json_object
 from branchline.core.errors import InputError
 
 if TYPE_CHECKING:  # imported late below: it needs packages of the `train` extra
@@ -91,7 +91,7 @@ def add_train(commands: Any) -> None:
     )
     group.add_argument(
         "--sampling",
-        type=parse_object,
+        type=parse_json_object,
         default={},
         metavar="JSON",
         help="overrides sampling parameters of the agent: '{\"max_tokens\": 200}'",

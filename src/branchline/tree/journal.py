@@ -185,7 +185,7 @@ class Journal:
                 if not lazy and not self._write_inline(is_append=True):
                     self._write_requested = True
                     self._wake.notify()
-                # Whoever else fails the record needs the lock: here it failed because it was not written.
+                # The lock is held, so only `_write_inline` can have failed the record: it was not written.
                 if retain and future.done() and (error := future.exception()) is not None:
                     raise error
                 return future
