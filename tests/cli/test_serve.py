@@ -13,7 +13,6 @@ import pytest
 
 from branchline.chat.base import NewMessage
 from branchline.chat.generic.codec import GenericCodec
-from branchline.cli import serve
 from branchline.cli.engine_options import default_max_tokens
 from branchline.cli.engines import build_router
 from branchline.cli.main import build_parser, main
