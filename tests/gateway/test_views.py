@@ -12,7 +12,7 @@ import pytest
 
 from branchline.export.jsonl import sample_to_json
 from branchline.export.tree_lines import samples_from_lines
-from branchline.gateway import control_api, views
+from branchline.gateway import session_reads, views
 from branchline.runtime import session_snapshot
 from tests.gateway.harness import Agent, agent, run
 
@@ -138,7 +138,7 @@ def test_a_large_export_is_built_in_parts_while_the_event_loop_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only what a client has read is built, and no part runs in the event loop."""
-    monkeypatch.setattr(control_api, "_STREAM_BYTES", 1)
+    monkeypatch.setattr(session_reads, "_STREAM_BYTES", 1)
     threads: set[int] = set()
     built: list[int] = []
     original = sample_to_json

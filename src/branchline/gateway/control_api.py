@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from branchline.core.errors import BranchlineError, EngineError, MessageError
@@ -29,23 +28,22 @@ from branchline.gateway.access import AccessControl, ControlAction
 from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.export_options import (
-    SampleFormat,
     read_export_policy,
-    read_export_query,
-    read_sample_format,
 )
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.openapi import build_document
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
+from branchline.gateway.session_reads import (
+    READ_HANDLERS,
+    SessionHandler,
+    json_response,
+    run_in_view_thread,
+)
 from branchline.gateway.views import (
-    report_view,
-    sample_parts,
     samples_view,
     session_view,
-    timelines_view,
     trajectory_view,
-    tree_view,
 )
 from branchline.runtime.headers import IDEMPOTENCY_HEADER
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
@@ -56,32 +54,14 @@ from branchline.runtime.session_store import SessionStore
 log = logging.getLogger("branchline.gateway")
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
-SessionHandler = Callable[[HttpRequest, ManagedSession], Awaitable[Response]]
-View = Callable[[ManagedSession], dict[str, Any]]
-Made = TypeVar("Made")
 
-_VIEWS: dict[str, View] = {
-    "": session_view,
-    "/tree": tree_view,
-    "/timelines": timelines_view,
-}
 _RETURNS = ("samples", "trajectory", "session")
 """What `finalize` may return next to the session."""
 _MAX_WAIT_S = 3600.0
 _KEPT_ENGINE_REQUESTS = 1000
-_SNAPSHOT_TYPE = "application/vnd.msgpack"
 _ENGINE_CHECK_S = 1.0
 """How long `/readyz` repeats what it found out about the engine."""
 _ENGINE_TIMEOUT_S = 2.0
-_view_threads = ThreadPoolExecutor(2, thread_name_prefix="branchline-control")
-"""Few, and not those that prepare prompts: reading sessions must not delay calls."""
-_MEDIA_TYPES: dict[SampleFormat, str] = {
-    "json": "application/json",
-    "jsonl": "application/jsonl",
-    "tree": "application/jsonl",
-}
-_STREAM_BYTES = 256 * 1024
-"""How much of a streamed body is built at once."""
 
 
 class ControlApi:
@@ -117,11 +97,8 @@ class ControlApi:
             admin("POST", "/sessions", self._open),
             admin("GET", "/sessions", self._list),
             session("DELETE", "", self._delete),
-            *(session("GET", path, _view_handler(view)) for path, view in _VIEWS.items()),
+            *(session("GET", path, handler) for path, handler in READ_HANDLERS.items()),
             session("GET", "/wait", self._wait),
-            session("GET", "/snapshot", _snapshot),
-            session("GET", "/samples", _samples),
-            session("GET", "/report", _report),
             session("POST", "/reward", self._reward, "reward"),
             session("POST", "/complete", self._end_handler("completed"), "complete"),
             session("POST", "/abort", self._end_handler("aborted")),
@@ -158,7 +135,7 @@ class ControlApi:
         )
         root = (self._config.public_url or str(http.base_url)).rstrip("/") + f"/sessions/{managed.id}"
         urls = {"base_url": root + "/v1", "openai_base_url": root + "/v1", "anthropic_base_url": root}
-        return _json({"id": managed.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
+        return json_response({"id": managed.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
 
     async def _list(self, http: HttpRequest) -> Response:
         """The sessions in memory, oldest first, filtered by `state` and `group`."""
@@ -168,7 +145,7 @@ class ControlApi:
             for view in map(session_view, self._sessions)
             if all(view[name] == value for name, value in filters.items())
         ]
-        return _json({"sessions": views})
+        return json_response({"sessions": views})
 
     async def _delete(self, http: HttpRequest, managed: ManagedSession) -> Response:
         """Removes a closed session from memory; the journal keeps it."""
@@ -185,7 +162,7 @@ class ControlApi:
         if not 0 <= timeout_s <= _MAX_WAIT_S:
             raise MessageError("timeout_s", value, f"a number of seconds from 0 to {_MAX_WAIT_S:g}")
         await self._sessions.wait_until_ended(managed, timeout_s)
-        return _json(session_view(managed))
+        return json_response(session_view(managed))
 
     async def _reward(self, http: HttpRequest, managed: ManagedSession) -> Response:
         await managed.post_reward(await self._read_body(http), _idempotency_key(http))
@@ -211,28 +188,28 @@ class ControlApi:
         await self._sessions.end_session(managed, "finalized", str(body.get("reason", "")))
         view: dict[str, Any] = {}
         if returned == "samples":
-            view = await _in_view_thread(lambda: samples_view(managed, options))
+            view = await run_in_view_thread(lambda: samples_view(managed, options))
         elif returned == "trajectory":
-            view = {"trajectory": await _in_view_thread(lambda: trajectory_view(managed))}
-        return await _in_view_thread(lambda: _json(session_view(managed) | view))
+            view = {"trajectory": await run_in_view_thread(lambda: trajectory_view(managed))}
+        return await run_in_view_thread(lambda: json_response(session_view(managed) | view))
 
     def _session_response(self, http: HttpRequest, managed: ManagedSession) -> Response:
         """The session as the key may see it: an agent sees neither rewards nor metadata."""
         view = session_view(managed)
         if not self._access.may_read(managed, bearer_key(http.headers)):
             view = {name: view[name] for name in ("id", "state", "reason")}
-        return _json(view)
+        return json_response(view)
 
     # -- policy and engines --------------------------------------------------------------------------
 
     async def _pause(self, http: HttpRequest) -> Response:
         _check_fields(await self._read_body(http))
         await self._router.pause()
-        return _json(self._policy_state())
+        return json_response(self._policy_state())
 
     async def _resume(self, http: HttpRequest) -> Response:
         await self._router.resume(_read_version(_check_fields(await self._read_body(http), "version")))
-        return _json(self._policy_state())
+        return json_response(self._policy_state())
 
     async def _engines(self, http: HttpRequest) -> Response:
         return self._engines_response()
@@ -264,7 +241,7 @@ class ControlApi:
         await asyncio.shield(task)
 
     def _engines_response(self, status: int = 200) -> Response:
-        return _json(self._policy_state() | {"engines": self._router.describe_replicas()}, status)
+        return json_response(self._policy_state() | {"engines": self._router.describe_replicas()}, status)
 
     def _policy_state(self) -> dict[str, Any]:
         return {"paused": self._router.paused, "version": self._router.version}
@@ -273,7 +250,7 @@ class ControlApi:
 
     async def _health(self, http: HttpRequest) -> Response:
         """Answers if the process is alive; a failure means that it must be restarted."""
-        return _json({"status": "ok", **self._policy_state(), "sessions": len(self._sessions)})
+        return json_response({"status": "ok", **self._policy_state(), "sessions": len(self._sessions)})
 
     async def _ready(self, http: HttpRequest) -> Response:
         """Whether a call would be taken now; 503 if not. A restart would not help."""
@@ -283,7 +260,7 @@ class ControlApi:
             "policy": "paused" if self._router.paused else "ok",
         }
         is_ready = set(checks.values()) == {"ok"}
-        return _json(
+        return json_response(
             {"status": "ready" if is_ready else "not ready", "checks": checks}, 200 if is_ready else 503
         )
 
@@ -335,57 +312,6 @@ class ControlApi:
         return body
 
 
-async def _in_view_thread(make: Callable[[], Made]) -> Made:
-    return await asyncio.get_running_loop().run_in_executor(_view_threads, make)
-
-
-def _view_handler(view: View) -> SessionHandler:
-    async def show(_http: HttpRequest, managed: ManagedSession) -> Response:
-        return await _in_view_thread(lambda: _json(view(managed)))
-
-    return show
-
-
-async def _snapshot(_http: HttpRequest, managed: ManagedSession) -> Response:
-    """The whole session in one answer, for `Client`."""
-    content = await _in_view_thread(lambda: managed.snapshot().encode())
-    return Response(content, media_type=_SNAPSHOT_TYPE)
-
-
-async def _report(http: HttpRequest, managed: ManagedSession) -> Response:
-    options = read_export_query(http.query_params.multi_items())
-    return await _in_view_thread(lambda: _json(report_view(managed, options)))
-
-
-async def _samples(http: HttpRequest, managed: ManagedSession) -> Response:
-    """Streams the samples. They are built in a thread, as fast as the client reads them."""
-    params = http.query_params.multi_items()
-    format = read_sample_format(params, http.headers.get("accept", ""))
-    options = read_export_query([(name, value) for name, value in params if name != "format"])
-    parts = sample_parts(managed, options, format)
-    first = await _in_view_thread(lambda: _next_bytes(parts))  # an error is still a response of its own
-
-    async def body() -> AsyncIterator[bytes]:
-        data = first
-        while data:
-            yield data
-            data = await _in_view_thread(lambda: _next_bytes(parts))
-
-    return StreamingResponse(body(), media_type=_MEDIA_TYPES[format])
-
-
-def _next_bytes(parts: Iterator[bytes]) -> bytes:
-    """The next parts together, up to about 256 kB; empty at the end."""
-    taken: list[bytes] = []
-    size = 0
-    for part in parts:
-        taken.append(part)
-        size += len(part)
-        if size >= _STREAM_BYTES:
-            break
-    return b"".join(taken)
-
-
 def _with_error_responses(handler: Handler) -> Handler:
     """Answers every error in one envelope."""
 
@@ -415,12 +341,8 @@ async def _routing_error(http: HttpRequest, error: Exception) -> Response:
     return _error_response(ErrorInfo(error.status_code, message, headers=headers))
 
 
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
-
-
 def _error_response(info: ErrorInfo) -> Response:
-    return _json(error_body(info), info.status, dict(info.headers))
+    return json_response(error_body(info), info.status, dict(info.headers))
 
 
 def _check_fields(body: object, *names: str) -> dict[str, Any]:
