@@ -26,10 +26,10 @@ _COUNTS = ("episodes", "failed_episodes", "sampled_tokens", "delivered_tokens", 
 class ShopSettings:
     """What a run is defined by."""
 
-    steps: int = 130
+    steps: int = 120
     groups: int = 8
     group_size: int = 8
-    learning_rate: float = 3e-5
+    learning_rate: float = 1e-5
     demonstrations: int = 500
     warm_start_passes: int = 4
     warm_start_rate: float = 2e-4

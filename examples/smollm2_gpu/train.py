@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument(
-        "--max-seconds", type=float, default=480, metavar="N",
+        "--max-seconds", type=float, default=1200, metavar="N",
         help="stop after the last step that leaves time for the evaluation (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--save-checkpoint", action="store_true", help="save the trained model in the folder")

@@ -7,9 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
-
-from branchline.gateway.logs import LogFormat, LogLevel, configure_logging
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # Tracing needs the `otel` extra
     from branchline.gateway.tracing import Tracing
@@ -43,13 +41,13 @@ def add_observability_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument(
         "--log-format",
-        choices=get_args(LogFormat),
+        choices=("text", "json"),
         default="text",
         help="format of log lines (default: %(default)s)",
     )
     group.add_argument(
         "--log-level",
-        choices=get_args(LogLevel),
+        choices=("debug", "info", "warning", "error"),
         default="info",
         help="info logs every call, warning only failed ones (default: %(default)s)",
     )
@@ -60,6 +58,8 @@ def add_observability_options(parser: argparse.ArgumentParser) -> None:
 
 def configure_observability(options: argparse.Namespace) -> Observability:
     """Configures logging by the options and tracing by the environment."""
+    from branchline.gateway.logs import configure_logging
+
     log_call = configure_logging(options.log_format, options.log_level, options.log_contents)
     if not is_exporter_configured(os.environ):
         return Observability((log_call,))

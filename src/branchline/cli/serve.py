@@ -14,7 +14,6 @@ from branchline.chat.base import Codec, HistoryPolicy
 from branchline.cli.engine_options import add_embedded_engine_options, add_engine_options, default_max_tokens
 from branchline.cli.engines import build_router
 from branchline.cli.observability import Observability, add_observability_options, configure_observability
-from branchline.gateway.access import require_loopback
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.process import run_server
 
@@ -187,6 +186,8 @@ def _add_session_options(group: argparse._ArgumentGroup) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Serves until a signal arrives, then waits for running calls for up to --drain-s seconds."""
+    from branchline.gateway.access import require_loopback
+
     if options.no_auth:
         require_loopback(options.host)  # before the model is loaded
     codec, router = build_router(options)
