@@ -31,6 +31,7 @@ ATTACKS = (
     "allowed_values",
     "many_calls",
     "read_samples",
+    "read_timelines",
 )
 
 
@@ -148,11 +149,14 @@ class Attacker:
         await self.repeat(32, act)
 
     async def read_samples(self) -> None:
-        async def act() -> int:
-            headers = {"authorization": f"Bearer {self.control_key}"}
-            return (await self.http.get(f"{self.control_url}/samples", headers=headers)).status_code
+        await self.repeat(8, lambda: self.read("samples"))
 
-        await self.repeat(8, act)
+    async def read_timelines(self) -> None:
+        await self.repeat(8, lambda: self.read("timelines"))
+
+    async def read(self, view: str) -> int:
+        headers = {"authorization": f"Bearer {self.control_key}"}
+        return (await self.http.get(f"{self.control_url}/{view}", headers=headers)).status_code
 
 
 def chat_body(text: str, tools: list[dict[str, object]] | None = None) -> bytes:

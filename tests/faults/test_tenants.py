@@ -109,7 +109,7 @@ async def _measure(gateway: GatewayProcess, kind: str) -> Measured:
     async with httpx.AsyncClient(timeout=120, limits=limits) as http:
         attacker = await _open_session(gateway, http)
         others = [OtherTenant(await _open_session(gateway, http), http) for _ in range(OTHERS)]
-        if kind == "read_samples":
+        if kind.startswith("read_"):
             await _grow(attacker, http)
         await _run_all(others, 0.5)  # fills caches
         quiet_ms = await _run_all(others, QUIET_S)
@@ -149,7 +149,6 @@ def test_others_are_not_delayed(kind: str, tmp_path: Path, fault_figures: FaultF
             note += f"attacker got {measured.attacker_got}"
             fault_figures.add(kind, lost=lost, inexact=inexact, p99_ms=p99_ms, note=note)
             assert (lost, inexact) == (0, 0)
-            # On a busy machine calls are slow without an attack too.
-            assert p99_ms < MAX_P99_MS + quiet_ms, f"p99 {p99_ms:.1f} ms ({note})"
+            assert p99_ms < MAX_P99_MS, f"p99 {p99_ms:.1f} ms ({note})"
 
     asyncio.run(test())

@@ -163,7 +163,7 @@ def test_large_requests_of_one_session_do_not_delay_another(
             other = await a.gateway.session(id="other")
             body = {"messages": [{"role": "user", "content": PADDING}], "max_tokens": 3}
             attack = [asyncio.create_task(_post(a, endpoint, body)) for _ in range(8)]
-            await _until(lambda: slow.running.count(a.session.id) == 2)
+            await _until(lambda: a.session.id in slow.running)
             small = {"messages": [{"role": "user", "content": "hi"}]}
             assert (await _post(a, "chat/completions", small, other.api_key)).status_code == 200
             large = asyncio.create_task(_post(a, "chat/completions", body, other.api_key))
@@ -172,7 +172,7 @@ def test_large_requests_of_one_session_do_not_delay_another(
             slow.may_continue.set()
             statuses = [answer.status_code for answer in await asyncio.gather(large, *attack)]
             assert statuses == [200] * 9
-            assert slow.most == {a.session.id: 2, "other": 1}
+            assert slow.most == {a.session.id: 1, "other": 1}
 
     try:
         run(test)
@@ -208,11 +208,11 @@ def test_a_cancelled_caller_keeps_its_thread_until_the_work_is_done() -> None:
                 asyncio.create_task(run_in_prepare_thread(managed, lambda: may_continue.wait(20)))
                 for _ in range(2)
             ]
-            await _until(managed.thread_slots.locked)
+            await _until(managed.prepare_lock.locked)
             for caller in callers:
                 caller.cancel()
             await asyncio.gather(*callers, return_exceptions=True)
-            assert managed.thread_slots.locked()
+            assert managed.prepare_lock.locked()
             started = time.monotonic()
             may_continue.set()
             assert await run_in_prepare_thread(managed, lambda: "next") == "next"
@@ -241,8 +241,8 @@ def test_counting_tokens_counts_as_a_call_in_flight(monkeypatch: pytest.MonkeyPa
         slow.may_continue.set()
 
 
-def test_views_of_sessions_have_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers that fill all threads of the control API delay no prompt."""
+def test_views_of_sessions_have_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers that keep the thread of the control API busy delay no prompt."""
     may_continue = threading.Event()
     snapshot, readers = Session.snapshot, []
 
@@ -255,7 +255,7 @@ def test_views_of_sessions_have_threads_of_their_own(monkeypatch: pytest.MonkeyP
         async with agent(rule=lambda _: "ok") as a:
             await a.ask_text("hi")
             reading = [asyncio.create_task(a.get("/samples")) for _ in range(8)]
-            await _until(lambda: len(readers) == 2)
+            await _until(lambda: len(readers) == 1)
             await a.ask_text(PADDING)
             may_continue.set()
             await asyncio.gather(*reading)

@@ -27,9 +27,7 @@ from branchline.engines.replicas import Replicas
 from branchline.gateway.access import AccessControl, ControlAction
 from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.export_options import (
-    read_export_policy,
-)
+from branchline.gateway.export_options import read_export_policy
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.openapi import build_document
 from branchline.gateway.protocols.base import ErrorInfo
@@ -39,12 +37,9 @@ from branchline.gateway.session_reads import (
     SessionHandler,
     json_response,
     run_in_view_thread,
+    stream_parts,
 )
-from branchline.gateway.views import (
-    samples_view,
-    session_view,
-    trajectory_view,
-)
+from branchline.gateway.views import sample_parts, session_view, trajectory_view
 from branchline.runtime.headers import IDEMPOTENCY_HEADER
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.message_cache import parse_json
@@ -186,12 +181,13 @@ class ControlApi:
         # An invalid policy is refused before the session ends.
         options.policy(managed)
         await self._sessions.end_session(managed, "finalized", str(body.get("reason", "")))
-        view: dict[str, Any] = {}
         if returned == "samples":
-            view = await run_in_view_thread(lambda: samples_view(managed, options))
-        elif returned == "trajectory":
-            view = {"trajectory": await run_in_view_thread(lambda: trajectory_view(managed))}
-        return await run_in_view_thread(lambda: json_response(session_view(managed) | view))
+            return await stream_parts(sample_parts(managed, options, has_session=True))
+        if returned == "session":
+            return json_response(session_view(managed))
+        return await run_in_view_thread(
+            lambda: json_response({**session_view(managed), "trajectory": trajectory_view(managed)})
+        )
 
     def _session_response(self, http: HttpRequest, managed: ManagedSession) -> Response:
         """The session as the key may see it: an agent sees neither rewards nor metadata."""

@@ -1,12 +1,14 @@
 """A session as JSON: its state, its tree, its timelines, its samples.
 
-Views of a tree run in threads: each reads a snapshot, and calls continue meanwhile.
+Views of a tree run in a thread: each reads a snapshot, and calls continue meanwhile. What may be large is
+built in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -46,40 +48,51 @@ def session_view(managed: ManagedSession) -> dict[str, Any]:
     }
 
 
-def tree_view(managed: ManagedSession) -> dict[str, Any]:
-    """Every node, with the cause of the branch it begins, and how each call was sampled."""
+def tree_parts(managed: ManagedSession) -> Iterator[bytes]:
+    """Yields the JSON of a tree: every node, with the cause of the branch it begins, and how each call was
+    sampled."""
     tree = managed.session.snapshot()
+    yield from _list_parts("nodes", _node_views(tree))
     calls = [{"id": call.id, "agent": call.agent, "sampling": call.sampling} for call in tree.calls]
-    return {"nodes": _node_views(tree), "calls": calls}
+    yield b',"calls":' + msgspec.json.encode(calls) + b"}"
 
 
-def _node_views(tree: Tree) -> list[dict[str, Any]]:
+def _node_views(tree: Tree) -> Iterator[dict[str, Any]]:
     causes = {fork.branch.id: str(fork.cause) for fork in classify_forks(tree).forks} if tree.calls else {}
-    nodes = []
     for node in tree.nodes[1:]:
         assert node.parent is not None
-        nodes.append(
-            {
-                "id": node.id,
-                "parent": node.parent.id,
-                "role": node.message.role,
-                "text": node.message.content,
-                "ids": node.ids.tolist(),
-                "spans": [
-                    [count, ("template", "context", "sampled")[origin]] for count, origin in node.spans
-                ],
-                "cause": causes.get(node.id),
-                "call": tree.calls[node.output.call_index].id if node.output is not None else None,
-                "finish": node.output.finish_reason if node.output is not None else None,
-                "source": node.source_id if node.source_id >= 0 else None,
-            }
-        )
-    return nodes
+        yield {
+            "id": node.id,
+            "parent": node.parent.id,
+            "role": node.message.role,
+            "text": node.message.content,
+            "ids": node.ids.tolist(),
+            "spans": [[count, ("template", "context", "sampled")[origin]] for count, origin in node.spans],
+            "cause": causes.get(node.id),
+            "call": tree.calls[node.output.call_index].id if node.output is not None else None,
+            "finish": node.output.finish_reason if node.output is not None else None,
+            "source": node.source_id if node.source_id >= 0 else None,
+        }
 
 
-def timelines_view(managed: ManagedSession) -> dict[str, Any]:
-    """Every root-to-leaf path."""
-    return {"timelines": [_timeline_view(timeline) for timeline in timelines_of(managed.session.snapshot())]}
+def timeline_parts(managed: ManagedSession) -> Iterator[bytes]:
+    """Yields the JSON of every root-to-leaf path."""
+    timelines = timelines_of(managed.session.snapshot())
+    yield from _list_parts("timelines", (_timeline_view(timeline) for timeline in timelines))
+    yield b"}"
+
+
+def _list_parts(
+    name: str, rows: Iterable[object], fields: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[bytes]:
+    """Yields an object with some fields and a list, row by row; the caller closes the object."""
+    head = msgspec.json.encode(dict(fields))[:-1] + b"," if fields else b"{"
+    yield head + b'"' + name.encode() + b'":['
+    separator = b""
+    for row in rows:
+        yield separator + msgspec.json.encode(row)
+        separator = b","
+    yield b"]"
 
 
 def _timeline_view(timeline: Timeline) -> dict[str, Any]:
@@ -132,41 +145,35 @@ def trajectory_view(managed: ManagedSession) -> dict[str, Any]:
     }
 
 
-def samples_view(managed: ManagedSession, options: ExportOptions) -> dict[str, Any]:
-    """The samples of the session as it is now, and the report on every sampled token."""
-    stream = options.export(managed)
-    # A trainer reads line by line, so each sample carries its group and metadata.
-    fields = {"group": managed.options.group, "metadata": managed.options.metadata}
-    written_digests: set[str] = set()
-    samples = stream.samples if isinstance(stream, Export) else stream
-    rows = [{**sample_to_json(sample, written_digests), **fields} for sample in samples]
-    return {"samples": rows, "report": report_to_json(stream.report)}
+def sample_parts(
+    managed: ManagedSession,
+    options: ExportOptions,
+    format: SampleFormat = "json",
+    *,
+    has_session: bool = False,
+) -> Iterator[bytes]:
+    """Yields the samples of the session as it is now, and the report on every sampled token.
 
-
-def sample_parts(managed: ManagedSession, options: ExportOptions, format: SampleFormat) -> Iterator[bytes]:
-    """Yields the body of `GET /samples` in parts, each when it is asked for: one part per sample or node.
-
-    `json` is one object, `jsonl` a line per sample and one for the report, `tree` the lines of
-    `export/tree_lines.py`.
+    `json` is one object, which begins with the fields of `session_view` if `has_session` is set; `jsonl` is a
+    line per sample and one for the report, `tree` the lines of `export/tree_lines.py`.
     """
     stream = options.export(managed)
+    # A trainer reads line by line, so each sample carries its group and metadata.
     fields = {"group": managed.options.group, "metadata": managed.options.metadata}
     if format == "tree" and isinstance(stream, SampleStream):
         for line in tree_lines(stream, fields):
             yield msgspec.json.encode(line) + b"\n"
         return
-    is_json = format == "json"
-    separator = b'{"samples":[' if is_json else b""
     written_digests: set[str] = set()
-    for sample in stream.samples if isinstance(stream, Export) else stream:
-        row = msgspec.json.encode({**sample_to_json(sample, written_digests), **fields})
-        yield separator + row + (b"" if is_json else b"\n")
-        separator = b"," if is_json else b""
-    report = msgspec.json.encode(report_to_json(stream.report))
-    if is_json:
-        yield (b"" if separator == b"," else separator) + b'],"report":' + report + b"}"
+    samples = stream.samples if isinstance(stream, Export) else stream
+    rows = ({**sample_to_json(sample, written_digests), **fields} for sample in samples)
+    if format == "json":
+        yield from _list_parts("samples", rows, session_view(managed) if has_session else {})
+        yield b',"report":' + msgspec.json.encode(report_to_json(stream.report)) + b"}"
     else:
-        yield b'{"report":' + report + b"}\n"
+        for row in rows:
+            yield msgspec.json.encode(row) + b"\n"
+        yield msgspec.json.encode({"report": report_to_json(stream.report)}) + b"\n"
 
 
 def report_view(managed: ManagedSession, options: ExportOptions) -> dict[str, Any]:

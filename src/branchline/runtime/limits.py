@@ -1,4 +1,4 @@
-"""Enforces what a session may use: tokens that it may sample, threads that prepare its prompts.
+"""Enforces what a session may use: tokens that it may sample, a thread that prepares its prompts.
 
 Calls of a session run concurrently. So the tokens that a call may sample are reserved before it samples: all
 calls together never exceed the limit. The size of a request is checked before work is spent on it. Long
@@ -19,7 +19,7 @@ import msgspec
 from branchline.core.errors import MessageError, SessionError
 from branchline.engines.base import Chunk
 from branchline.runtime.call_record import CallRequest
-from branchline.runtime.managed_session import MAX_THREADS, ManagedSession
+from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 
 Result = TypeVar("Result")
@@ -29,17 +29,17 @@ THREAD_BODY_BYTES = 100_000
 
 _COUNT_BYTES = 1 << 18
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_prepare_threads = ThreadPoolExecutor(2 * MAX_THREADS, thread_name_prefix="branchline-prepare")
+_prepare_threads = ThreadPoolExecutor(2, thread_name_prefix="branchline-prepare")
 
 
 async def run_in_prepare_thread(managed: ManagedSession, function: Callable[[], Result]) -> Result:
-    """Runs a function that parses or prepares a request, when the session has a free thread.
+    """Runs a function that parses or prepares a request, when no thread works for the session.
 
-    A caller that is cancelled does not end the work of a thread, which keeps counting for the session.
+    A caller that is cancelled does not end the work of a thread, which keeps the lock of the session.
     """
-    await managed.thread_slots.acquire()
+    await managed.prepare_lock.acquire()
     work = asyncio.get_running_loop().run_in_executor(_prepare_threads, function)
-    work.add_done_callback(lambda _: managed.thread_slots.release())
+    work.add_done_callback(lambda _: managed.prepare_lock.release())
     try:
         return await asyncio.shield(work)
     finally:

@@ -35,8 +35,8 @@ log = logging.getLogger("branchline.sessions")
 
 SESSION_SAMPLING_FIELDS = CONSTRAINT_FIELDS | {*SAMPLING_FIELDS, "max_tokens", "n", "stop"}
 """The fields that a session's `sampling` and `sampling_defaults` may have."""
-MAX_THREADS = 2
-"""How many threads work for one session at the same time."""
+MAX_LARGE_BODIES = 2
+"""How many large bodies of one session are received or parsed at the same time."""
 SessionState = Literal["open", "completed", "finalized", "aborted"]
 CLOSED_STATES: tuple[SessionState, ...] = ("finalized", "aborted")
 
@@ -161,12 +161,11 @@ class ManagedSession:
     """Tokens that running calls may still sample; 0 without a limit."""
     call_tasks: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     """Tasks of running calls, cancelled when the session is closed."""
-    thread_slots: asyncio.Semaphore = field(
-        default_factory=lambda: asyncio.Semaphore(MAX_THREADS), repr=False
-    )
-    """Limits the work in threads for this session, so that it does not delay other sessions."""
+    prepare_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    """Held while a thread works for this session. Two would be slower, because they take the interpreter from
+    each other, and would delay other sessions."""
     large_bodies: asyncio.Semaphore = field(
-        default_factory=lambda: asyncio.Semaphore(MAX_THREADS), repr=False
+        default_factory=lambda: asyncio.Semaphore(MAX_LARGE_BODIES), repr=False
     )
     """Limits the large request bodies of this session that are being received or parsed."""
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
