@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.chat import segment_encoder
+from branchline.chat import segment_encoder, tokenizer
 from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.core.reader import replace_surrogates
 from tests.chat.families import FAMILIES, load_codec, load_tokenizer
@@ -69,7 +69,8 @@ def test_long_texts_are_converted_in_pieces_with_the_same_result(data: st.DataOb
     parts = [text[:offset], text[offset:]]
     expected_ids, expected_moves = encoder.encode_parts(parts, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_encoder, "_PIECE_IDS", data.draw(st.integers(1, 5)))
+        for module in (segment_encoder, tokenizer):
+            patch.setattr(module, "PIECE_IDS", data.draw(st.integers(1, 5)))
         patch.setattr(segment_encoder, "_MAX_WORDS_TEXT", data.draw(st.integers(0, 9)))
         encoder._cache.clear()
         ids, moves = encoder.encode_parts(parts, None)

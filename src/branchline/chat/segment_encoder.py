@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from branchline.chat.parsing.base import REPLACEMENT_CHARACTER
 from branchline.chat.token_escapes import MessageEscapes, TokenEscaper, token_pattern
-from branchline.chat.tokenizer import ORDINARY, TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, PIECE_IDS, TokenizerDir
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
@@ -38,8 +38,6 @@ _MAX_WORDS = 1 << 16
 _MAX_WORD_LENGTH = 48
 _MAX_WORDS_TEXT = 1 << 18
 """Longer texts go to the tokenizer, which is slower but lets other threads run meanwhile."""
-_PIECE_IDS = 1 << 16
-"""Long arrays are converted in pieces, so that other threads can run in between."""
 _PROBE_TEXTS = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
 _SENTENCEPIECE_SPACE = "\u2581"
 
@@ -185,7 +183,7 @@ class SegmentEncoder:
             plain = "".join(pieces)
             # The bytes of the tokens are the bytes of the text, so their lengths give the end of each token.
             token_bytes = self._tokenizer.token_bytes
-            id_pieces = np.split(ids, range(_PIECE_IDS, len(ids), _PIECE_IDS))
+            id_pieces = np.split(ids, range(PIECE_IDS, len(ids), PIECE_IDS))
             lengths = [np.fromiter(map(len, map(token_bytes, part.tolist())), np.int64) for part in id_pieces]
             ends: NDArray[np.int64] = np.cumsum(np.concatenate(lengths))
             total = int(ends[-1]) if len(ends) else 0

@@ -22,13 +22,15 @@ from numpy.typing import NDArray
 from branchline.core.errors import CodecError
 from branchline.core.model_folder import find_model_folder, model_name
 from branchline.core.reader import replace_surrogates
-from branchline.core.token_arrays import Ids, as_ids
+from branchline.core.token_arrays import NO_IDS, Ids, as_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _INSTALL = "pip install 'branchline[tokenizer]'"
 _SENTENCEPIECE_SPACE = "\u2581"
+PIECE_IDS = 1 << 13
+"""Long lists of ids are converted in pieces, so that other threads can run in between."""
 """The character that sentencepiece vocabularies use for a space."""
 VOCABULARY_PADDING = 1024
 """How many ids a model of unknown size may have beyond those of its tokenizer; known models have fewer."""
@@ -159,7 +161,10 @@ class TokenizerDir:
         """Returns the ids of a text, without adding any; an added token (`<|im_end|>`) in it is one id."""
         text = text if text.isascii() else replace_surrogates(text)
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
+        found = encoding.ids
+        starts = range(0, len(found), PIECE_IDS)
+        pieces = [np.array(found[start : start + PIECE_IDS], np.int32) for start in starts]
+        ids = np.concatenate([NO_IDS, *pieces])
         ids.flags.writeable = False
         return ids
 
