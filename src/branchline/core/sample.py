@@ -61,10 +61,12 @@ class LogprobMeasurement:
     @classmethod
     def from_sampling(cls, sampling: Mapping[str, Any]) -> LogprobMeasurement:
         """Reads the `sampling` of a call; fields that it does not have are None."""
-        names = [field.name for field in fields(cls) if field.name != "kind"]
-        known = {name: sampling[name] for name in names if sampling.get(name) is not None}
+        known = {name: sampling[name] for name in _SAMPLING_FIELDS if sampling.get(name) is not None}
         kind = sampling.get("logprobs")
         return cls(kind if kind in ("raw", "processed") else "unknown", **known)
+
+
+_SAMPLING_FIELDS = [field.name for field in fields(LogprobMeasurement) if field.name != "kind"]
 
 
 @dataclass(frozen=True)

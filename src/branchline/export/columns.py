@@ -8,9 +8,10 @@ that has it; later samples have its digest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from branchline.core.message import Media
@@ -113,8 +114,9 @@ def struct_values(name: str, sample: Sample, written_digests: set[str]) -> list[
     """Returns the value of a column of structs. Media whose digests are in `written_digests` have no data;
     the digests of the others are added."""
     if name != "media":
-        return [asdict(value) for value in getattr(sample, name)]
-    values: list[dict[str, Any]] = []
+        values: list[dict[str, Any]] = msgspec.to_builtins(getattr(sample, name))
+        return list(values)
+    values = []
     for media in sample.media:
         fields: dict[str, Any] = {
             "kind": media.kind,

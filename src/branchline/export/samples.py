@@ -374,7 +374,7 @@ def _answer_spans(
     for answer in timeline.answers:
         end = min(answer.end, length)
         if answer.node in node_shares and answer.start < end:
-            yield replace(answer, start=answer.start - start, end=end - start)
+            yield AnswerSpan(answer.start - start, end - start, answer.call, answer.node, answer.logprobs)
 
 
 def _reward_spans(
