@@ -181,6 +181,27 @@ def test_large_requests_of_one_session_do_not_delay_another(
     assert all(name.startswith("branchline-prepare") for name in slow.threads)
 
 
+def test_only_new_text_makes_a_thread_necessary() -> None:
+    """An agent sends its whole history with every call; most of it is in the tree."""
+    threads: list[bool] = []
+
+    class Codec(ToyCodec):
+        def extend(self, *args: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread().name.startswith("branchline-prepare"))
+            return super().extend(*args, **options)
+
+    async def test() -> None:
+        async with agent(rule=lambda _: "ok", codec=Codec()) as a:
+            history = [{"role": "user", "content": "x" * 12_000}]
+            for text in ("short", "short", "x" * 12_000):
+                answer = await _post(a, "chat/completions", {"messages": history})
+                history += [answer.json()["choices"][0]["message"], {"role": "user", "content": text}]
+            await _post(a, "chat/completions", {"messages": history})
+
+    run(test)
+    assert threads == [True, False, False, True]
+
+
 def test_a_session_of_many_large_tools_does_not_block_the_event_loop() -> None:
     """Tools count too: they are rendered into the prompt."""
     threads: list[str] = []

@@ -44,10 +44,11 @@ from branchline.tree.tree import Delivered, Turn
 log = logging.getLogger("branchline.runtime")
 
 _THREAD_CHARACTERS = 10_000
-"""Requests with more text than this are prepared in a thread: neither is the event loop blocked, nor do many
-concurrent calls of one session delay those of others."""
+"""Requests with more new text than this are prepared in a thread: neither is the event loop blocked, nor do
+many concurrent calls of one session delay those of others."""
 _THREAD_BODY_BYTES = 40_000
-"""So are requests with a larger body: it may be tools."""
+"""So are requests with a larger body: rendering takes time too, and it may be tools. For shorter ones a thread
+costs more than preparing them."""
 
 
 async def run_call(
@@ -143,6 +144,8 @@ async def prepare_call(
     if prompt is None:
         prepare = partial(session.prepare, request)
         length = sum([len(message.content) for message in request.messages])
+        if length >= _THREAD_CHARACTERS and call_request.body_bytes < _THREAD_BODY_BYTES:
+            length = session.count_new_characters(request)
     else:
         prepare = partial(_prepare_raw_prompt, session, request, prompt)
         length = len(prompt)

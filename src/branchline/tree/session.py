@@ -38,6 +38,7 @@ from branchline.tree.tree import (
     Turn,
     decode_record,
     encode_record,
+    first_message_key,
 )
 
 
@@ -240,6 +241,17 @@ class Session:
             new.append(NewMessage(source.message, source.sampled_ids))
             source_ids.append(source.id)
         return new, source_ids, applied
+
+    def count_new_characters(self, request: Request) -> int:
+        """About how much text of a request the tree does not have: where paths fork, the last is followed."""
+        messages, children = request.messages, self.tree.root.children
+        key = first_message_key(request.prompt_config_digest, messages[0].key)
+        for index, message in enumerate(messages):
+            group = children.get(message.key if index else key) if children else None
+            if group is None:
+                return sum([len(new.content) for new in messages[index:]])
+            children = group[-1].children
+        return 0
 
     def prepare_ids(self, request: Request, prompt_ids: Ids) -> Turn:
         """Builds a turn for a raw prompt, which continues the longest path whose ids it starts with."""
