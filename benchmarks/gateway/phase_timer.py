@@ -21,7 +21,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
-from branchline.gateway import model_api
+from branchline.gateway import model_api, uvicorn_server
 from branchline.gateway.access import AccessControl
 from branchline.gateway.asgi import AsgiRequest
 from branchline.gateway.model_api import ModelApi
@@ -99,7 +99,7 @@ def timed(engine: type) -> Iterator[PhaseTimer]:
     timer = PhaseTimer()
     cycle = import_module(AutoHTTPProtocol.__module__).RequestResponseCycle
     wraps: list[tuple[Any, str, Wrap]] = [
-        (AutoHTTPProtocol, "data_received", partial(_before, timer.begin)),
+        (uvicorn_server._HttpProtocol, "data_received", partial(_before, timer.begin)),
         (AccessControl, "model_session", partial(_around, timer, None, _ROUTING)),
         (model_api, "read_body", partial(_awaited, timer, None, "body: read")),
         (ModelApi, "_parse", partial(_around, timer, None, "body: decode, parse")),

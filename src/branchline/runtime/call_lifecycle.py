@@ -47,8 +47,8 @@ _THREAD_CHARACTERS = 10_000
 """Requests with more new text than this are prepared in a thread: neither is the event loop blocked, nor do
 many concurrent calls of one session delay those of others."""
 _THREAD_BODY_BYTES = 40_000
-"""So are requests with a larger body: rendering takes time too, and it may be tools. For shorter ones a thread
-costs more than preparing them."""
+"""So are requests with a larger body: rendering takes time too, and it may be tools. For shorter ones a
+thread costs more than preparing them."""
 
 
 async def run_call(
