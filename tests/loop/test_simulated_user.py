@@ -150,12 +150,12 @@ def test_a_response_ends_at_the_marker() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("per_sample", [False, True])
-def test_a_user_that_opens_sends_the_first_message(per_sample: bool) -> None:
+@pytest.mark.parametrize("per_task", [False, True])
+def test_a_user_that_opens_sends_the_first_message(per_task: bool) -> None:
     async def test() -> None:
         complete = ScriptedCompletion("A train, please.")
-        user = SimulatedUser(complete, goal="A train.", opens=not per_sample, name="ann", stop="<end>")
-        arguments: dict[str, Any] = {"opens": True} if per_sample else {}
+        user = SimulatedUser(complete, goal="A train.", opens=not per_task, name="ann", stop="<end>")
+        arguments: dict[str, Any] = {"opens": True} if per_task else {}
         state, first = await user.start("t1", **arguments)
         assert first == "A train, please."
         assert roles_and_contents(complete.seen[0])[1:] == [("user", GREETING)]

@@ -36,7 +36,7 @@ from branchline.tree.tree import Tree
 T = TypeVar("T")
 
 
-class LoopThread:
+class EventLoopThread:
     """An event loop in a thread, started by the first coroutine."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Client:
         self._client = AsyncClient(
             url, admin_key, retry_timeout_s=retry_timeout_s, read_timeout_s=read_timeout_s
         )
-        self._thread = LoopThread()
+        self._thread = EventLoopThread()
 
     @property
     def url(self) -> str:
@@ -191,7 +191,7 @@ class Client:
 class ClientSession(SessionAddress):
     """A session of a gateway, for a program in another process."""
 
-    def __init__(self, thread: LoopThread, session: AsyncClientSession) -> None:
+    def __init__(self, thread: EventLoopThread, session: AsyncClientSession) -> None:
         super().__init__(session.opened)
         self._thread = thread
         self._session = session

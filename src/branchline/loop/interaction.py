@@ -51,9 +51,9 @@ class Interaction(Restorable, Protocol):
     """An interaction. `save` and `restore` get and return its state."""
 
     async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
-        """A state for one trajectory, and the first user message unless the sample's prompt contains it.
+        """A state for one trajectory, and the first user message unless the task's prompt contains it.
 
-        The arguments are those of the sample. If it is cancelled it cleans up after itself.
+        The arguments are those of the task. If it is cancelled it cleans up after itself.
         """
 
     async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
@@ -67,7 +67,7 @@ class Interaction(Restorable, Protocol):
 
 
 class BaseInteraction:
-    """Defaults for all methods but `respond`: the state is the sample's arguments, and there is no score."""
+    """Defaults for all methods but `respond`: the state is the task's arguments, and there is no score."""
 
     name: str
 
@@ -98,7 +98,7 @@ class BaseInteraction:
 
 @dataclass(frozen=True)
 class InteractionConfig:
-    """The interaction of one sample, and the arguments it starts with."""
+    """The interaction of one task, and the arguments it starts with."""
 
     interaction: Interaction
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ When a trajectory is interrupted, `save` returns an instance as JSON data, which
         def save(self, instance): return instance.results
         async def restore(self, trajectory, saved, **arguments): return Slate(results=saved, **arguments)
 
-If nothing was saved, a new instance is created with the arguments of the sample. If the old one had state
+If nothing was saved, a new instance is created with the arguments of the task. If the old one had state
 and was used, this is recorded as a fault, because results and rewards may differ from an uninterrupted run.
 """
 
@@ -79,7 +79,7 @@ class Restorable(Protocol):
         """The instance as data that JSON can hold, without waiting; None to save nothing."""
 
     async def restore(self, trajectory: str, saved: Any, **arguments: Any) -> Any:
-        """An instance from what `save` returned; the arguments are those of the sample."""
+        """An instance from what `save` returned; the arguments are those of the task."""
 
 
 def save_state(owner: Restorable, instance: Any, saved: dict[str, Any]) -> Fault | None:

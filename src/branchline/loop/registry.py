@@ -1,7 +1,7 @@
-"""Tools and interactions by name: registered once, selected per sample.
+"""Tools and interactions by name: registered once, selected per task.
 
 A name belongs to one item. An unknown name raises an InputError that lists the registered names, when the
-sample is read and before anything runs. An item that cannot work is refused when it is registered: a class
+task is read and before anything runs. An item that cannot work is refused when it is registered: a class
 instead of an instance, or a synchronous method where a coroutine is needed.
 """
 
@@ -61,7 +61,7 @@ class Registry(Generic[N]):
             raise InputError(f"{cls.kind} {name!r}: save is no plain method, expected a `def`")
 
     def get(self, name: str, field: str = "name") -> N:
-        """The item with this name; `field` is the field of the sample that an error message names."""
+        """The item with this name; `field` is the field of the task that an error message names."""
         try:
             return self._items[name]
         except (KeyError, TypeError):
@@ -103,7 +103,7 @@ class ToolRegistry(Registry[Tool]):
         arguments: Mapping[str, Mapping[str, Any]] | None = None,
         method_arguments: Mapping[str, Mapping[ToolMethod, Mapping[str, Any]]] | None = None,
     ) -> ToolSelection:
-        """The tools of a sample; None selects all of them."""
+        """The tools of a task; None selects all of them."""
         if isinstance(names, str):
             raise InputError(f"tools: got {names!r}, expected a list of names")
         selected = self.names if names is None else names
@@ -118,7 +118,7 @@ class InteractionRegistry(Registry[Interaction]):
     async_methods = ("start", "respond", "score", "finalize")
 
     def select(self, name: str, arguments: Mapping[str, Any] | None = None) -> InteractionConfig:
-        """The interaction of a sample."""
+        """The interaction of a task."""
         if arguments is not None and not isinstance(arguments, Mapping):
             raise InputError(f"interaction_arguments: got {arguments!r}, expected an object")
         return InteractionConfig(self.get(name, "interaction"), arguments or {})

@@ -40,7 +40,7 @@ class SimulatedUserState:
 
 
 class SimulatedUser(BaseInteraction):
-    """A user whose persona and goal are given here, or by each sample.
+    """A user whose persona and goal are given here, or by each task.
 
     SimulatedUser(complete, persona="A traveller in a hurry.", goal="A train to Bergen before noon.")
     """

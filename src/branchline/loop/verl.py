@@ -72,7 +72,7 @@ def read_verl_config(multi_turn: Mapping[str, Any]) -> VerlConfig:
     limits["tool_response_keep"] = _KEPT_BY_SIDE[side]
     tools, interactions = options.pop("tool_config_path", None), options.pop("interaction_config_path", None)
     for name, value in options.items():
-        reason = _REASONS.get(name, "an option of verl that the loop has")
+        reason = _REASONS.get(name, "the loop has none of this name")
         raise InputError(f"multi_turn.{name}: got {value!r}, expected no such option: {reason}")
     return VerlConfig(
         LoopLimits(**limits),
@@ -156,7 +156,7 @@ class VerlTool(BaseTool):
 
 
 class VerlInteraction(BaseInteraction):
-    """An interaction with verl's methods; its state is the instance id and the sample's arguments."""
+    """An interaction with verl's methods; its state is the instance id and the task's arguments."""
 
     def __init__(self, interaction: Any, name: str) -> None:
         self.name = name

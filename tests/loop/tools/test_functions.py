@@ -68,8 +68,8 @@ def parameters(tool: FunctionTool) -> Any:
     return tool.schema["function"]["parameters"]
 
 
-async def answer(tool: FunctionTool, arguments: str = "", **per_sample: Any) -> str:
-    async with tool_session(tool, arguments={tool.name: per_sample}) as session:
+async def answer(tool: FunctionTool, arguments: str = "", **per_task: Any) -> str:
+    async with tool_session(tool, arguments={tool.name: per_task}) as session:
         return (await session.run_one(call(tool.name, arguments))).content
 
 
@@ -421,7 +421,7 @@ def test_a_thread_that_exceeds_the_limit_is_an_error_and_continues() -> None:
 # -- per sample --------------------------------------------------------------------------------------
 
 
-@tool(per_sample=["secret", "factor"])
+@tool(per_task=["secret", "factor"])
 def guess(number: int, secret: int, factor: int = 1) -> str:
     """Says whether a number is the secret.
 
@@ -432,11 +432,11 @@ def guess(number: int, secret: int, factor: int = 1) -> str:
     return "yes" if number == secret * factor else "no"
 
 
-def test_per_sample_parameters_are_not_in_the_schema() -> None:
+def test_per_task_parameters_are_not_in_the_schema() -> None:
     assert list(parameters(guess)["properties"]) == ["number"]
 
 
-def test_per_sample_parameters_come_from_tool_arguments() -> None:
+def test_per_task_parameters_come_from_tool_arguments() -> None:
     async def test() -> None:
         assert await answer(guess, '{"number": 7}', secret=7) == "yes"
         assert await answer(guess, '{"number": 7}', secret=7, factor=2) == "no"
@@ -457,7 +457,7 @@ def test_missing_and_unknown_tool_arguments_are_refused() -> None:
 
 
 def test_tool_arguments_are_converted_to_the_annotated_types() -> None:
-    @tool(per_sample=("answer", "since", "limit"))
+    @tool(per_task=("answer", "since", "limit"))
     def grade(answer: int, since: datetime.date, limit: int = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
         return f"{answer + 1} {since.year} {limit}"
 
@@ -471,16 +471,16 @@ def test_tool_arguments_are_converted_to_the_annotated_types() -> None:
     run(test)
 
 
-def test_unknown_per_sample_parameters_are_refused() -> None:
-    with pytest.raises(InputError, match="per_sample of tool 'follow': got 'trajectory', expected another"):
+def test_unknown_per_task_parameters_are_refused() -> None:
+    with pytest.raises(InputError, match="per_task of tool 'follow': got 'trajectory', expected another"):
 
-        @tool(per_sample=["trajectory"])
+        @tool(per_task=["trajectory"])
         def follow(trajectory: str) -> str:
             return trajectory
 
-    with pytest.raises(InputError, match=r"per_sample of tool 'plain': got 'b', expected one of \['a'\]"):
+    with pytest.raises(InputError, match=r"per_task of tool 'plain': got 'b', expected one of \['a'\]"):
 
-        @tool(per_sample=["b"])
+        @tool(per_task=["b"])
         def plain(a: int) -> str:
             return "x"
 

@@ -76,7 +76,7 @@ class Tool(Restorable, Protocol):
         """Whether a call that was cancelled while it ran can run again without its effect counting twice."""
 
     async def create(self, trajectory: str, **arguments: Any) -> Any:
-        """An instance for one trajectory; the arguments are those of the sample.
+        """An instance for one trajectory; the arguments are those of the task.
 
         If it is cancelled it cleans up after itself: only what it returns is released.
         """
@@ -84,7 +84,7 @@ class Tool(Restorable, Protocol):
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs one call, whose arguments fit the schema. The model is shown the text of an exception.
 
-        A sample may have further arguments for `execute`, `calc_reward` and `release`
+        A task may have further arguments for `execute`, `calc_reward` and `release`
         (`tool_method_arguments`); they are passed by name to a tool that takes them.
         """
 
@@ -137,7 +137,7 @@ class BaseTool:
 
 @dataclass(frozen=True)
 class ToolSelection:
-    """The tools of one sample, and the arguments each instance is created with.
+    """The tools of one task, and the arguments each instance is created with.
 
     Raises InputError if two tools share a name or if arguments belong to no tool.
     """
@@ -154,13 +154,13 @@ class ToolSelection:
                 raise InputError(f"tools: got {name!r} twice, expected distinct names")
         for name, arguments in self.arguments.items():
             if name not in names:
-                raise InputError(f"tool_arguments: got {name!r}, expected one of the sample's tools, {names}")
+                raise InputError(f"tool_arguments: got {name!r}, expected one of the task's tools, {names}")
             if not isinstance(arguments, Mapping):
                 raise InputError(f"tool_arguments[{name!r}]: got {arguments!r}, expected an object")
         for name, methods in self.method_arguments.items():
             if name not in names:
                 raise InputError(
-                    f"tool_method_arguments: got {name!r}, expected one of the sample's tools, {names}"
+                    f"tool_method_arguments: got {name!r}, expected one of the task's tools, {names}"
                 )
             for method, extra in methods.items():
                 _check_accepts(self.tools[names.index(name)], method, extra)

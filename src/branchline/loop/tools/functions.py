@@ -46,7 +46,7 @@ def tool(
     *,
     name: str = "",
     description: str = "",
-    per_sample: Sequence[str] = (),
+    per_task: Sequence[str] = (),
     repeatable: bool = False,
 ) -> FunctionTool: ...
 @overload
@@ -56,7 +56,7 @@ def tool(
     *,
     name: str = "",
     description: str = "",
-    per_sample: Sequence[str] = (),
+    per_task: Sequence[str] = (),
     repeatable: bool = False,
 ) -> Callable[[Function], FunctionTool]: ...
 def tool(
@@ -65,18 +65,18 @@ def tool(
     *,
     name: str = "",
     description: str = "",
-    per_sample: Sequence[str] = (),
+    per_task: Sequence[str] = (),
     repeatable: bool = False,
 ) -> FunctionTool | Callable[[Function], FunctionTool]:
     """Makes a function a tool: `@tool`, `@tool("name")` or `tool(function, name=…)`.
 
-    `per_sample` names parameters that the model does not see: they come from the sample's `tool_arguments`.
+    `per_task` names parameters that the model does not see: they come from the task's `tool_arguments`.
     `repeatable`: a call that was cancelled while it ran can run again without its effect counting twice.
     """
     if not isinstance(function, str):
-        return FunctionTool(function, name, description, per_sample, repeatable)
+        return FunctionTool(function, name, description, per_task, repeatable)
     tool_name = name or function
-    return lambda function: FunctionTool(function, tool_name, description, per_sample, repeatable)
+    return lambda function: FunctionTool(function, tool_name, description, per_task, repeatable)
 
 
 class FunctionTool(BaseTool):
@@ -87,7 +87,7 @@ class FunctionTool(BaseTool):
         function: Function,
         name: str = "",
         description: str = "",
-        per_sample: Sequence[str] = (),
+        per_task: Sequence[str] = (),
         repeatable: bool = False,
     ) -> None:
         definition = _definition(function)
@@ -98,19 +98,19 @@ class FunctionTool(BaseTool):
             raise InputError(f"tool {name!r}: got a generator, expected a function that returns its result")
         parameters = _parameters(function, name)
         hints = _hints(definition, name)
-        self._per_sample: dict[str, tuple[inspect.Parameter, Any]] = {}
-        for parameter_name in per_sample:
+        self._per_task: dict[str, tuple[inspect.Parameter, Any]] = {}
+        for parameter_name in per_task:
             if parameter_name not in parameters:
                 raise InputError(
-                    f"per_sample of tool {name!r}: got {parameter_name!r}, expected one of {list(parameters)}"
+                    f"per_task of tool {name!r}: got {parameter_name!r}, expected one of {list(parameters)}"
                 )
             if parameter_name == "trajectory":
                 raise InputError(
-                    f"per_sample of tool {name!r}: got 'trajectory', expected another name: "
+                    f"per_task of tool {name!r}: got 'trajectory', expected another name: "
                     "it is the first parameter of every `create`"
                 )
             parameter = parameters.pop(parameter_name)
-            self._per_sample[parameter_name] = parameter, _parameter_type(parameter, hints, name)
+            self._per_task[parameter_name] = parameter, _parameter_type(parameter, hints, name)
         summary, descriptions = read_docstring(inspect.getdoc(definition) or "")
         signature = list(inspect.signature(definition).parameters)
         for documented in descriptions:
@@ -131,16 +131,15 @@ class FunctionTool(BaseTool):
         return self.function(*args, **kwargs)
 
     async def create(self, trajectory: str, **arguments: Any) -> Any:
-        expected = list(self._per_sample)
+        expected = list(self._per_task)
         for name in arguments:
-            if name not in self._per_sample:
+            if name not in self._per_task:
                 raise InputError(f"tool_arguments: got {name!r}, expected only {expected}")
-        for name, (parameter, _) in self._per_sample.items():
+        for name, (parameter, _) in self._per_task.items():
             if name not in arguments and parameter.default is parameter.empty:
                 raise InputError(f"tool_arguments: {name!r} is missing, expected all of {expected}")
         return {
-            name: _convert_argument(name, value, self._per_sample[name][1])
-            for name, value in arguments.items()
+            name: _convert_argument(name, value, self._per_task[name][1]) for name, value in arguments.items()
         }
 
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
