@@ -298,6 +298,22 @@ def test_close_and_remove_end_running_checks() -> None:
     run(main())
 
 
+def test_a_removed_replica_is_neither_checked_nor_excluded(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with replica_servers(2) as (replicas, servers):
+            servers[0].hold_after = 3
+            stream = replicas.generate(PROMPT, params(8), session="a")
+            chunks = await take_tokens(stream, 3)
+            removed = replicas._replicas["0"]
+            await replicas.remove("0")
+            chunks += await collect(stream)
+            assert ids_of(chunks) == continuation(PROMPT, 8)[0]
+            assert removed.check is None
+
+    run(main())
+    assert not caplog.records
+
+
 def test_ready_needs_one_replica_and_excludes_those_that_do_not_answer() -> None:
     async def main() -> None:
         clock = ManualClock()

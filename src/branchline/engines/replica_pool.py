@@ -219,8 +219,8 @@ class ReplicaPool:
         request: tuple[Ids, SamplingParams],
     ) -> None:
         """Excludes the replica if it is at fault, and checks it if the request may be."""
-        if isinstance(error, EngineBusyError):
-            return
+        if isinstance(error, EngineBusyError) or self.replicas.get(replica.engine.name) is not replica:
+            return  # A replica that was removed has been closed.
         if not isinstance(error, EngineUnavailableError | OSError):
             self._start_check(replica, request)
         elif not getattr(error, "timed_out", False):
