@@ -302,13 +302,13 @@ def test_a_removed_replica_is_neither_checked_nor_excluded(caplog: pytest.LogCap
     async def main() -> None:
         async with replica_servers(2) as (replicas, servers):
             servers[0].hold_after = 3
-            stream = replicas.generate(PROMPT, params(8), session="a")
-            chunks = await take_tokens(stream, 3)
+            task = asyncio.create_task(collect(replicas.generate(PROMPT, params(8), session="a")))
+            await servers[0].is_held.wait()
             removed = replicas._replicas["0"]
             await replicas.remove("0")
-            chunks += await collect(stream)
-            assert ids_of(chunks) == continuation(PROMPT, 8)[0]
+            assert ids_of(await task) == continuation(PROMPT, 8)[0]
             assert removed.check is None
+            await yield_to_loop()
 
     run(main())
     assert not caplog.records
