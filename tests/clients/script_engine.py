@@ -37,6 +37,7 @@ class ScriptEngine(ScriptedEngine):
     def __init__(self, reader: PromptReader, script: Script) -> None:
         # One token per chunk: if a client wants one call per answer, no further token is generated.
         super().__init__(reader, lambda request: script.reply(reader.read(request.prompt_ids)), chunk_size=1)  # type: ignore[arg-type]
+        self.supported_fields = frozenset({"response_format"})  # Claude Code asks for its titles as JSON
         self._prompt_reader = reader
         self._script = script
         self._arrived: set[str] = set()

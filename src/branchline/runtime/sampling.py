@@ -301,7 +301,7 @@ def check_supported(engine: Engine, call_request: CallRequest) -> CallRequest:
     unsupported = [name for name in params.requested_fields if name not in engine.supported_fields]
     if not unsupported:
         return call_request
-    ignored = {name: sent.get(name, "a value of the session") for name in unsupported}
+    ignored = {name: sent.get(name, "a value of another field or of the session") for name in unsupported}
     if not call_request.ignores_unsupported:
         name = unsupported[0]
         expected = f"no such field: {engine.name} does not support it"
