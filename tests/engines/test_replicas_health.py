@@ -195,6 +195,27 @@ def test_silent_replica_loses_all_its_calls_at_the_first_timeout() -> None:
     run(main())
 
 
+def test_first_timeout_of_a_silent_replica_moves_calls_whose_own_timeout_is_longer() -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        timeouts = {"first_token_timeout_s": 0.05, "token_timeout_s": 600.0}
+        async with replica_servers(2, clock, **timeouts) as (replicas, servers), asyncio.timeout(10):
+            await call_sessions(replicas, ["a", "other", "b"])
+            servers[0].hold_after = 1
+            clock.now += 1
+            waiting = asyncio.create_task(collect(replicas.generate(PROMPT, params(3), session="a")))
+            while replicas._replicas["0"].last_chunk_at < clock.now:
+                await asyncio.sleep(0)
+            clock.now += 1
+            servers[0].hold_after = 0
+            chunks = await collect(replicas.generate(PROMPT, params(2), session="b"))
+            assert ids_of(chunks) == continuation(PROMPT, 2)[0]
+            assert ids_of(await waiting) == continuation(PROMPT, 3)[0]
+            assert replicas.failing == ("0",)
+
+    run(main())
+
+
 @pytest.mark.parametrize("silent_s", [0.0, 30.0])
 def test_client_that_leaves_a_silent_replica_counts_against_it(silent_s: float) -> None:
     async def main() -> None:

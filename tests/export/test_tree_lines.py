@@ -63,3 +63,12 @@ def test_every_token_is_written_once(seed: int) -> None:
     ids = [line["ids"] for line in tree_lines(stream) if "node" in line]
     nodes = {node.id for leaf in stream.leaves for node in leaf.path()}
     assert sum(map(len, ids)) == sum(len(tree.nodes[node].ids) for node in nodes)
+
+
+def test_lines_of_samples_repeat_no_tokens() -> None:
+    stream = SampleStream(random_tree(1, 20), ExportPolicy(include_missing_logprobs=True))
+    lines = [line for line in tree_lines(stream) if "sample" in line]
+    assert lines
+    arrays = {"prompt_ids", "response_ids", "response_mask", "response_logprobs", "response_versions"}
+    for line in lines:
+        assert not {*arrays, "shares", "calls", "answers"} & line.keys()

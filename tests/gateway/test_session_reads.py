@@ -5,42 +5,41 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 
 from branchline.gateway import session_reads
-from branchline.gateway.session_reads import _in_turns
+from branchline.gateway.session_reads import _in_turns, _next_bytes
 from tests.gateway.harness import Agent, agent, run
 
 
-def test_the_event_loop_runs_between_parts() -> None:
-    """However long the callbacks of the loop take, the thread waits until those that are ready have run."""
-    order: list[str] = []
+class CountingLoop:
+    """Runs what threads give it at once, and counts it."""
 
+    count = 0
+
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        self.count += 1
+        callback()
+
+
+def test_a_thread_waits_for_the_event_loop_after_each_millisecond_of_work() -> None:
     def parts() -> Iterator[bytes]:
         for _ in range(5):
             time.sleep(0.002)
-            order.append("part")
             yield b"x"
 
-    async def test() -> None:
-        loop, ready = asyncio.get_running_loop(), [True]
+    loop = CountingLoop()
+    assert b"".join(_in_turns(parts(), cast(asyncio.AbstractEventLoop, loop))) == b"xxxxx"
+    assert loop.count == 5
 
-        def callback() -> None:
-            order.append("callback")
-            if ready[0]:
-                loop.call_soon(callback)
 
-        loop.call_soon(callback)
-        body = await asyncio.to_thread(lambda: b"".join(_in_turns(parts(), loop)))
-        ready[0] = False
-        assert body == b"xxxxx"
-
-    run(test)
-    between = " ".join(order).split("part")[1:-1]
-    assert all("callback" in one for one in between)
+def test_a_body_is_sent_in_pieces_of_a_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_reads, "_STREAM_BYTES", 4)
+    parts = iter([b"abc", b"de", b"fghij", b"k"])
+    assert [_next_bytes(parts) for _ in range(4)] == [b"abcde", b"fghij", b"k", b""]
 
 
 def test_short_work_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

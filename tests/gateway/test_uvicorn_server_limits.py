@@ -261,6 +261,18 @@ def test_request_in_progress_is_not_closed_by_any_timeout() -> None:
     run(test)
 
 
+def test_connection_without_a_further_request_is_closed_after_its_idle_time() -> None:
+    async def test() -> None:
+        async with limited_server(connection_idle_s=0.05) as limited:
+            reader, writer = await limited.connect()
+            writer.write(GET)
+            assert (await read_response(reader)).startswith(b"HTTP/1.1 200 ")
+            async with asyncio.timeout(4):  # less than uvicorn's own 5 s
+                assert await reader.read() == b""
+
+    run(test)
+
+
 def test_body_sent_after_its_answer_may_take_a_limited_time() -> None:
     async def test() -> None:
         async with limited_server(body_timeout_s=0.1) as limited:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -14,6 +15,8 @@ from branchline.core.sample import DropReason
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from branchline.timelines.causes import Cause
+from branchline.timelines.fork_signals import MAX_SIBLINGS_COMPARED, ForkSignals
+from branchline.tree.tree import Node
 
 CODEC = ToyCodec.chatml()
 SYSTEM = Message("system", "You are the main agent.")
@@ -51,6 +54,23 @@ def test_a_repeated_prompt_is_best_of_n_or_a_duplicate_if_answers_are_equal(sess
     for text in ("one", "two", "one"):
         commit_reply(session, [TASK], text)
     assert fork_causes(session) == [Cause.BEST_OF_N, Cause.DUPLICATE]
+
+
+def test_a_branch_is_compared_with_a_limited_number_of_siblings(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    closest_sibling = ForkSignals.closest_sibling
+
+    def counted(signals: ForkSignals, branch: Node, siblings: Sequence[Node]) -> Node:
+        counts.append(len(siblings))
+        return closest_sibling(signals, branch, siblings)
+
+    monkeypatch.setattr(ForkSignals, "closest_sibling", counted)
+    for index in range(30):
+        commit_reply(session, [Message("user", f"Task {index}.")], "done")
+    assert len(fork_causes(session)) == len(counts) == 29
+    assert max(counts) == MAX_SIBLINGS_COMPARED
 
 
 def test_a_retry_header_makes_a_retry_and_the_first_answer_undelivered(session: Session) -> None:

@@ -833,6 +833,28 @@ def test_another_failure_than_a_full_disk_is_final(path: Path, fast_retries: Non
             journal.append("s", b"x", retain=True, lazy=True)
 
 
+@pytest.mark.parametrize("name", ["SQLITE_IOERR_FSYNC", "SQLITE_IOERR_DIR_FSYNC", "SQLITE_IOERR_READ"])
+def test_a_failed_fsync_is_final_because_the_kernel_may_have_dropped_the_data(
+    path: Path, name: str, fast_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, failures = Journal._commit, iter(range(1))
+
+    def fail_once(journal: Journal, batch: Any) -> None:
+        if next(failures, None) is not None:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = getattr(sqlite3, name)
+            raise error
+        commit(journal, batch)
+
+    monkeypatch.setattr(Journal, "_commit", fail_once)
+    with Journal(path, durability="disk") as journal:
+        with pytest.raises(JournalError, match="disk I/O error"):
+            journal.append("s", b"x").result()
+        time.sleep(0.05)
+        with pytest.raises(JournalError, match="takes no more records:"):
+            journal.append("s", b"x", retain=True, lazy=True)
+
+
 # -- damage --------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,14 @@ def test_a_repair_keeps_all_records_but_those_from_the_damaged_one_on(path: Path
     assert check_journal(path).damages == ()
 
 
+def test_only_the_owner_may_read_a_repaired_journal(path: Path) -> None:
+    write(path)
+    damage_record(path, 11)
+    path.chmod(0o644)
+    repair_journal(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_damage_of_a_journal_without_checksums_is_found_by_decoding(path: Path) -> None:
     write(path)
     with closing(sqlite3.connect(path)) as older:
@@ -102,6 +110,40 @@ def test_damage_of_a_journal_without_checksums_is_found_by_decoding(path: Path) 
     report = check_journal(path)
     assert (report.unchecked, [damage.session for damage in report.damages]) == (30, ["s1"])
     assert repair_journal(path).kept == 30 - 9
+
+
+def test_a_damaged_payload_is_found_and_only_the_others_are_kept(path: Path) -> None:
+    digests = {data: xxhash.xxh3_128_hexdigest(data) for data in (b"pixels", b"other pixels")}
+    with Journal(path) as journal:
+        for data, digest in digests.items():
+            journal.append("s", record_of(1), media={digest: data}).result()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE media SET payload = x'00' WHERE digest = ?", (digests[b"pixels"],))
+        db.commit()
+    (damage,) = check_journal(path).damages
+    assert damage.problem == f"media {digests[b'pixels']}: the payload is damaged"
+    assert repair_journal(path).kept == 2
+    assert check_journal(path).damages == ()
+    with Journal(path) as journal:
+        assert journal.read_media(digests[b"pixels"]) is None
+        assert journal.read_media(digests[b"other pixels"]) == b"other pixels"
+
+
+def test_an_index_that_lacks_records_is_found_and_written_again(path: Path) -> None:
+    write(path)
+    with closing(sqlite3.connect(path)) as db:
+        (schema,) = db.execute("SELECT sql FROM sqlite_schema WHERE name = 'records_by_session'").fetchone()
+        db.execute("DROP INDEX records_by_session")
+        db.execute(f"{schema} WHERE seq < 10")
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("UPDATE sqlite_schema SET sql = ? WHERE name = 'records_by_session'", (schema,))
+        db.commit()
+    problems = [damage.problem for damage in check_journal(path).damages]
+    assert problems
+    assert all(problem.startswith("SQLite: ") for problem in problems)
+    assert repair_journal(path).kept == 30
+    assert records(path)["s0"] == [record_of(index) for index in range(0, 30, 3)]
+    assert check_journal(path).damages == ()
 
 
 def test_records_after_a_damaged_page_of_the_wal_are_recovered(path: Path) -> None:

@@ -96,6 +96,25 @@ def test_a_field_that_changes_sampling_reaches_the_engine_and_is_recorded(protoc
     run(test)
 
 
+def test_a_request_adds_ids_that_end_its_answer_and_may_remove_those_of_the_model() -> None:
+    own = ToyCodec.chatml().stop_ids
+    cases: list[tuple[dict[str, Any], frozenset[int]]] = [
+        ({}, own),
+        ({"stop_token_ids": [7]}, own | {7}),
+        ({"ignore_eos": True}, frozenset()),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, frozenset({7})),
+    ]
+
+    async def test() -> None:
+        async with _agent() as (a, received):
+            for fields, expected in cases:
+                assert (await post(a, "chat/completions", "p", **fields)).status_code == 200
+                assert frozenset(received[-1].stop_ids) == expected
+
+    assert own - {7}
+    run(test)
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_engine_without_a_field_refuses_it_by_the_clients_name(protocol: str) -> None:
     async def test() -> None:
