@@ -59,8 +59,8 @@ def test_none_selects_all_tools_and_an_empty_list_none() -> None:
         (["a", "x"], None, r"tools\[1\]: got 'x', expected one of \['a', 'b'\]"),
         (["a", "a"], None, "tools: got 'a' twice, expected distinct names"),
         ("a", None, "tools: got 'a', expected a list of names"),
-        (None, {"x": {}}, r"tool_arguments: got 'x', expected one of the sample's tools, \['a', 'b'\]"),
-        (["a"], {"b": {}}, r"tool_arguments: got 'b', expected one of the sample's tools, \['a'\]"),
+        (None, {"x": {}}, r"tool_arguments: got 'x', expected one of the task's tools, \['a', 'b'\]"),
+        (["a"], {"b": {}}, r"tool_arguments: got 'b', expected one of the task's tools, \['a'\]"),
         (["a"], {"a": 3}, r"tool_arguments\['a'\]: got 3, expected an object"),
     ],
 )
