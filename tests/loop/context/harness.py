@@ -118,6 +118,7 @@ class ContextHarness:
             stopping = asyncio.create_task(self._cancel_at_point(cancel))
             state = await running
             stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
             if not state.is_cancelled:
                 return state
             self.cancel_count += 1
