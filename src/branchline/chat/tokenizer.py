@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'branchline[tokenizer]'"
 _SENTENCEPIECE_SPACE = "\u2581"
+"""The character that sentencepiece vocabularies use for a space."""
 PIECE_IDS = 1 << 13
 """Long lists of ids are converted in pieces, so that other threads can run in between."""
-"""The character that sentencepiece vocabularies use for a space."""
 VOCABULARY_PADDING = 1024
 """How many ids a model of unknown size may have beyond those of its tokenizer; known models have fewer."""
 ORDINARY = -1
