@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from branchline import Generation, Message, Request, Session, ToolCall
 from branchline.chat.base import Extension, HistoryPolicy, NewMessage
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.call import ToolList
 from branchline.core.token_arrays import Ids
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.tree.tree import Node
@@ -34,7 +34,7 @@ _PROSE_CHARS_PER_TOKEN, _CODE_CHARS_PER_TOKEN = 4.4, 4.35
 """Approximate characters per token."""
 _ACCENTS = ("naïve — ✓ ", "größer → ", "«città» … ", "日本語 ")
 
-TOOLS: tuple[dict[str, Any], ...] = tuple(
+TOOLS = ToolList(
     {
         "type": "function",
         "function": {

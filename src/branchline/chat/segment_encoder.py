@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from branchline.chat.parsing.base import REPLACEMENT_CHARACTER
 from branchline.chat.token_escapes import MessageEscapes, TokenEscaper, token_pattern
-from branchline.chat.tokenizer import ORDINARY, PIECE_IDS, TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
@@ -182,10 +182,7 @@ class SegmentEncoder:
         if self.encodes_by_segment:
             plain = "".join(pieces)
             # The bytes of the tokens are the bytes of the text, so their lengths give the end of each token.
-            token_bytes = self._tokenizer.token_bytes
-            id_pieces = np.split(ids, range(PIECE_IDS, len(ids), PIECE_IDS))
-            lengths = [np.fromiter(map(len, map(token_bytes, part.tolist())), np.int64) for part in id_pieces]
-            ends: NDArray[np.int64] = np.cumsum(np.concatenate(lengths))
+            ends: NDArray[np.int64] = np.cumsum(self._tokenizer.byte_lengths(ids), dtype=np.int64)
             total = int(ends[-1]) if len(ends) else 0
             if plain.isascii() and total == len(plain):
                 return ends

@@ -141,11 +141,15 @@ class TokenEscaper:
 
     def unescape(self, text: str) -> str:
         """Returns the text without marks."""
-        return text if text.isascii() and "\\u" not in text else self._mark_pattern.sub("", text)
+        return self._mark_pattern.sub("", text) if self._may_be_marked(text) else text
 
     def split(self, text: str) -> list[str]:
         """Splits rendered text at its marks."""
-        return [text] if text.isascii() and "\\u" not in text else self._mark_pattern.split(text)
+        return self._mark_pattern.split(text) if self._may_be_marked(text) else [text]
+
+    def _may_be_marked(self, text: str) -> bool:
+        # A template may write the mark as JSON does. Two searches for a text are faster than an expression.
+        return self.mark in text or "\\u" in text
 
 
 class MessageEscapes:

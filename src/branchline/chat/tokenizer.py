@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _INSTALL = "pip install 'branchline[tokenizer]'"
 _SENTENCEPIECE_SPACE = "\u2581"
 """The character that sentencepiece vocabularies use for a space."""
-PIECE_IDS = 1 << 13
+_PIECE_IDS = 1 << 13
 """Long lists of ids are converted in pieces, so that other threads can run in between."""
 VOCABULARY_PADDING = 1024
 """How many ids a model of unknown size may have beyond those of its tokenizer; known models have fewer."""
@@ -127,6 +127,7 @@ class TokenizerDir:
             self, tokenizer, added, is_byte_level
         ).__getitem__
         """Returns the exact bytes of one token. Raises CodecError for an unknown id."""
+        self._byte_lengths = np.full(self.vocab_size, -1, np.int32)
         self._template_sources = _read_template_sources(path, config)
         self.special_tokens: Mapping[str, str] = _read_special_tokens(path, config)
         """`bos_token`, `eos_token` and so on, which templates use by name."""
@@ -162,8 +163,8 @@ class TokenizerDir:
         text = text if text.isascii() else replace_surrogates(text)
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         found = encoding.ids
-        starts = range(0, len(found), PIECE_IDS)
-        pieces = [np.array(found[start : start + PIECE_IDS], np.int32) for start in starts]
+        starts = range(0, len(found), _PIECE_IDS)
+        pieces = [np.array(found[start : start + _PIECE_IDS], np.int32) for start in starts]
         ids = np.concatenate([NO_IDS, *pieces])
         ids.flags.writeable = False
         return ids
@@ -191,6 +192,15 @@ class TokenizerDir:
             f"{self.path}: cannot encode {text[:40]!r} in the middle of a prompt: it merges with the text "
             f"before it, tried {', '.join(map(repr, contexts))}"
         )
+
+    def byte_lengths(self, ids: Ids) -> NDArray[np.int32]:
+        """Returns the number of bytes of each id, for ids that this tokenizer has encoded."""
+        lengths = self._byte_lengths[ids]
+        if lengths.min(initial=0) < 0:
+            new = np.unique(ids[lengths < 0])
+            self._byte_lengths[new] = [len(self.token_bytes(token)) for token in new.tolist()]
+            lengths = self._byte_lengths[ids]
+        return lengths
 
     def decode(self, ids: Ids) -> str:
         """Returns readable text: special tokens are included, an unknown id is `<id>`. A space that the

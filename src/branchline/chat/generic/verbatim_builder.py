@@ -6,7 +6,7 @@ the reply is used, so the path is kept whatever the template shows of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -133,18 +133,16 @@ class VerbatimBuilder(PromptBuilder):
         return TextSpan(start, start + len(closing))
 
 
-def _simplify_reply(reply: Message) -> list[Message]:
-    """Returns replies of which a template may show the end where it does not show that of `reply`.
+def _simplify_reply(reply: Message) -> Iterator[Message]:
+    """Yields replies of which a template may show the end where it does not show that of `reply`.
 
     Templates leave out reasoning once a user message follows, text next to calls, or calls; they take text
     apart, or refuse a second call.
     """
+    yield reply
     calls, text = reply.tool_calls, reply.content
     forms = [(text or "." * (not calls), calls)]
     if calls:
         forms += [("", calls), (".", calls), ("", calls[:1]), (".", calls[:1])]
-    replies = [
-        reply,
-        *(Message("assistant", content, tool_calls=some) for content, some in [*forms, (".", ())]),
-    ]
-    return [form for index, form in enumerate(replies) if form not in replies[:index]]
+    replies = [Message("assistant", content, tool_calls=some) for content, some in [*forms, (".", ())]]
+    yield from (form for index, form in enumerate(replies) if form not in [reply, *replies[:index]])
