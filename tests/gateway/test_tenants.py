@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -127,12 +128,11 @@ def test_images_do_not_count_as_text() -> None:
 
 
 class SlowPrepare:
-    """Holds every large prompt that is prepared, and counts them by session."""
+    """Holds every large prompt that is prepared, and notes its session."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_continue = threading.Event()
-        self.running: list[str] = []
-        self.most: dict[str, int] = {}
+        self.started: list[str] = []
         self.threads: set[str] = set()
         prepare = Session.prepare
 
@@ -140,10 +140,8 @@ class SlowPrepare:
             if sum(len(message.content) for message in request.messages) < 1000:
                 return prepare(session, request)
             self.threads.add(threading.current_thread().name)
-            self.running.append(session.id)
-            self.most[session.id] = max(self.most.get(session.id, 0), self.running.count(session.id))
+            self.started.append(session.id)
             self.may_continue.wait(20)
-            self.running.remove(session.id)
             return prepare(session, request)
 
         monkeypatch.setattr(Session, "prepare", slow)
@@ -157,7 +155,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     "endpoint", ["chat/completions", "chat/completions/count_tokens", "messages/count_tokens"]
 )
-def test_large_requests_of_one_session_do_not_delay_another(
+def test_a_large_request_waits_for_one_of_another_session_at_most(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowPrepare(monkeypatch)
@@ -167,16 +165,16 @@ def test_large_requests_of_one_session_do_not_delay_another(
             other = await a.gateway.session(id="other")
             body = {"messages": [{"role": "user", "content": PADDING}], "max_tokens": 3}
             attack = [asyncio.create_task(_post(a, endpoint, body)) for _ in range(8)]
-            await _until(lambda: a.session.id in slow.running)
+            await _until(lambda: a.session.id in slow.started)
             small = {"messages": [{"role": "user", "content": "hi"}]}
             assert (await _post(a, "chat/completions", small, other.api_key)).status_code == 200
             large = asyncio.create_task(_post(a, "chat/completions", body, other.api_key))
-            await _until(lambda: "other" in slow.running)  # it has a thread although eight others wait
+            await _until(other.managed.prepare_lock.locked)
             assert (await a.get(""))["id"] == a.session.id
             slow.may_continue.set()
             statuses = [answer.status_code for answer in await asyncio.gather(large, *attack)]
             assert statuses == [200] * 9
-            assert slow.most == {a.session.id: 1, "other": 1}
+            assert slow.started[:2] == [a.session.id, "other"], "it waited for more than one of the eight"
 
     try:
         run(test)
@@ -261,7 +259,7 @@ def test_a_cancelled_caller_keeps_its_thread_until_the_work_is_done() -> None:
         async with agent("x") as a:
             managed, may_continue = a.session.managed, threading.Event()
             callers = [
-                asyncio.create_task(run_in_prepare_thread(managed, lambda: may_continue.wait(20)))
+                asyncio.create_task(run_in_prepare_thread(managed, lambda: may_continue.wait(20), 0))
                 for _ in range(2)
             ]
             await _until(managed.prepare_lock.locked)
@@ -271,8 +269,23 @@ def test_a_cancelled_caller_keeps_its_thread_until_the_work_is_done() -> None:
             assert managed.prepare_lock.locked()
             started = time.monotonic()
             may_continue.set()
-            assert await run_in_prepare_thread(managed, lambda: "next") == "next"
+            assert await run_in_prepare_thread(managed, lambda: "next", 0) == "next"
             assert time.monotonic() - started < 10
+
+    run(test)
+
+
+def test_a_request_does_not_wait_for_a_much_longer_one_of_another_session() -> None:
+    async def test() -> None:
+        async with agent("x") as a, agent("x") as b:
+            may_continue = threading.Event()
+            wait = partial(run_in_prepare_thread, a.session.managed, lambda: may_continue.wait(20))
+            long = asyncio.create_task(wait(250_000))
+            await _until(a.session.managed.prepare_lock.locked)
+            assert await run_in_prepare_thread(b.session.managed, lambda: "short", 249_999) == "short"
+            assert not long.done()
+            may_continue.set()
+            assert await long
 
     run(test)
 
@@ -284,7 +297,7 @@ def test_counting_tokens_counts_as_a_call_in_flight(monkeypatch: pytest.MonkeyPa
         async with agent("x", config=GatewayConfig(max_in_flight=1)) as a:
             body = {"messages": [{"role": "user", "content": PADDING}]}
             first = asyncio.create_task(_post(a, "messages/count_tokens", body))
-            await _until(lambda: bool(slow.running))
+            await _until(lambda: bool(slow.started))
             refused = await _post(a, "messages/count_tokens", body)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             slow.may_continue.set()

@@ -285,20 +285,20 @@ def test_a_prompt_must_fit_and_may_leave_no_token_to_sample() -> None:
 
 def test_a_long_request_is_prepared_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        threads: list[Any] = []
+        sizes: list[int] = []
 
-        async def counted(managed: Any, work: Any) -> Any:
-            threads.append(work)
-            return await run_in_prepare_thread(managed, work)
+        async def counted(managed: Any, work: Any, request_bytes: int) -> Any:
+            sizes.append(request_bytes)
+            return await run_in_prepare_thread(managed, work, request_bytes)
 
         monkeypatch.setattr("branchline.runtime.call_lifecycle.run_in_prepare_thread", counted)
         managed, engine = open_session(), ScriptedEngine(rule=replies("x"))
         await complete_call(managed, engine, call_request("p" * 9_999))
-        assert not threads
+        assert not sizes
         await complete_call(managed, engine, call_request("p" * 10_000))
-        assert len(threads) == 1
+        assert sizes == [10_000]
         await complete_call(managed, engine, replace(call_request("p"), body_bytes=40_000))
-        assert len(threads) == 2
+        assert sizes == [10_000, 40_000]
 
     run(test)
 

@@ -307,7 +307,7 @@ class ModelApi:
         async with managed.large_bodies:
             body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
             parse = partial(self._parse, protocol, managed, route, http.headers, body)
-            return body, await run_in_prepare_thread(managed, parse)
+            return body, await run_in_prepare_thread(managed, parse, len(body))
 
     def _parse(
         self,

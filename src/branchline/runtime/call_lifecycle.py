@@ -152,7 +152,7 @@ async def prepare_call(
     if length < _THREAD_CHARACTERS and call_request.body_bytes < _THREAD_BODY_BYTES:
         turn = prepare()
     else:
-        turn = await run_in_prepare_thread(managed, prepare)
+        turn = await run_in_prepare_thread(managed, prepare, max(length, call_request.body_bytes))
     if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
         raise ContextLengthError.for_prompt(len(turn.prompt_ids), max_prompt_tokens)
     return turn
@@ -189,7 +189,7 @@ async def _compact(managed: ManagedSession, engine: Engine, call_request: CallRe
     view, edits = managed.compactions.view(request.messages, request.agent)
     policy = managed.options.compaction.build_policy()
     plan = partial(plan_edit, policy, view, codec, excess)
-    compaction = await run_in_prepare_thread(managed, plan)
+    compaction = await run_in_prepare_thread(managed, plan, call_request.body_bytes)
     if compaction is None:
         return False
     summary = ""

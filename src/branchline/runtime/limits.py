@@ -1,9 +1,9 @@
 """Enforces what a session may use: tokens that it may sample, a thread that prepares its prompts.
 
 Calls of a session run concurrently. So the tokens that a call may sample are reserved before it samples: all
-calls together never exceed the limit. The size of a request is checked before work is spent on it. Long
-prompts are prepared in threads of their own, which neither the control API nor the journal uses, and one
-session never occupies all of them.
+calls together never exceed the limit. The size of a request is checked before work is spent on it. Large
+requests are parsed and prepared in threads of their own, which neither the control API nor the journal uses,
+and those of one session one at a time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,23 @@ THREAD_BODY_BYTES = 100_000
 
 _COUNT_BYTES = 1 << 18
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_prepare_threads = ThreadPoolExecutor(2, thread_name_prefix="branchline-prepare")
+_LONG_REQUEST_BYTES = 250_000
+_prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="branchline-prepare")
+"""One thread: two would take the interpreter from each other, and both would end later."""
+_long_prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="branchline-prepare-long")
+"""For requests of _LONG_REQUEST_BYTES and more, so that shorter ones do not wait for them."""
 
 
-async def run_in_prepare_thread(managed: ManagedSession, function: Callable[[], Result]) -> Result:
+async def run_in_prepare_thread(
+    managed: ManagedSession, function: Callable[[], Result], request_bytes: int
+) -> Result:
     """Runs a function that parses or prepares a request, when no thread works for the session.
 
     A caller that is cancelled does not end the work of a thread, which keeps the lock of the session.
     """
+    thread = _prepare_thread if request_bytes < _LONG_REQUEST_BYTES else _long_prepare_thread
     await managed.prepare_lock.acquire()
-    work = asyncio.get_running_loop().run_in_executor(_prepare_threads, function)
+    work = asyncio.get_running_loop().run_in_executor(thread, function)
     work.add_done_callback(lambda _: managed.prepare_lock.release())
     try:
         return await asyncio.shield(work)
