@@ -44,7 +44,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 STREAM_INTERVAL = 32
 """Tokens per event that a server is asked for if the call is not streamed. An aborted request loses at most
 the tokens of one event; they are sampled again."""
-LOGPROB_TOLERANCE = 1e-4
+_LOWEST_LOGPROB = float(np.finfo(np.float32).min)
+_HIGHEST_LOGPROB = 1e-4
 """Logprobs of almost certain tokens may exceed 0 by a rounding error."""
 
 
@@ -118,17 +119,18 @@ class EngineRequest:
 
     def _append_chunk(self) -> None:
         """Makes a chunk of the tokens that were read, or an error of those that cannot be right."""
-        ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
-        self.count += len(ids)
+        self.count += len(self.ids)
         vocab_size, max_tokens = self.params.vocab_size, self.params.max_tokens
-        is_valid = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
-        if vocab_size is not None and ids.max(initial=0) >= vocab_size:
-            problem = f"id {ids.max()}, expected ids below {vocab_size}, the size of the vocabulary"
-        elif not is_valid.all():
-            problem = f"logprob {logprobs[~is_valid][0]:g}, expected a finite number, at most 0"
+        # Chunks are short: Python is faster than array operations.
+        wrong_logprobs = [x for x in self.logprobs if not _LOWEST_LOGPROB <= x <= _HIGHEST_LOGPROB]
+        if vocab_size is not None and max(self.ids, default=0) >= vocab_size:
+            problem = f"id {max(self.ids)}, expected ids below {vocab_size}, the size of the vocabulary"
+        elif wrong_logprobs:
+            problem = f"logprob {wrong_logprobs[0]:g}, expected a finite number, at most 0"
         elif self.count > max_tokens:
             problem = f"{self.count} tokens, expected at most max_tokens={max_tokens}"
         else:
+            ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
             self.pending_chunks.append(Chunk(ids, logprobs, self.version, self.finish_reason))
             self.ids, self.logprobs = [], []
             return
