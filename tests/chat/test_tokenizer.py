@@ -58,15 +58,6 @@ def token_bytes(tokenizer: TokenizerDir, *ids: int) -> bytes:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(text=st.text() | st.sampled_from(["", "hello<|end▁é|>hello", "<tool>é"]))
-def test_byte_lengths_are_those_of_the_bytes(tokenizer: TokenizerDir, text: str) -> None:
-    ids = tokenizer.encode(text)
-    expected = [len(tokenizer.token_bytes(token)) for token in ids.tolist()]
-    assert tokenizer.byte_lengths(ids).tolist() == expected
-    assert tokenizer.byte_lengths(ids).tolist() == expected, "the cached lengths differ"
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.text())
 def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(tokenizer: TokenizerDir, text: str) -> None:
     assert token_bytes(tokenizer, *tokenizer.encode(text).tolist()) == text.encode()

@@ -10,7 +10,7 @@ import pytest
 
 from branchline.engines.replicas import Replicas
 from branchline.engines.vllm import VllmEngine
-from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError, read_body
+from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError, read_body_parts
 from branchline.gateway.config import GatewayConfig
 from branchline.runtime.message_cache import parse_json
 from tests.engines.fake_servers import FakeVllm
@@ -51,20 +51,20 @@ def test_busy_engine_keeps_its_status_and_retry_after(status: int, retry_after: 
 def test_body_with_a_too_large_content_length_is_not_read(length: str) -> None:
     http, unread = _asgi_request(b"{}", length=length)
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
-        asyncio.run(read_body(http.receive, http.headers, 100))
+        asyncio.run(read_body_parts(http.receive, http.headers, 100))
     assert unread
 
 
 def test_reading_stops_at_the_size_limit() -> None:
     http, unread = _asgi_request(b" " * 60, b" " * 60, b"{}")
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
-        asyncio.run(read_body(http.receive, http.headers, 100))
+        asyncio.run(read_body_parts(http.receive, http.headers, 100))
     assert unread == [b"{}"]
 
 
 def test_body_at_the_limit_is_accepted() -> None:
     http, _ = _asgi_request(b" " * 49, b" " * 49 + b"{}", length="100")
-    assert parse_json(asyncio.run(read_body(http.receive, http.headers, 100))) == {}
+    assert parse_json(b"".join(asyncio.run(read_body_parts(http.receive, http.headers, 100)))) == {}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/sessions"])

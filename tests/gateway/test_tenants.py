@@ -17,7 +17,7 @@ import pytest
 from branchline import ToyCodec
 from branchline.core.errors import BranchlineError
 from branchline.gateway import model_api
-from branchline.gateway.asgi import read_body
+from branchline.gateway.asgi import read_body_parts
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.protocols import chat, messages, responses
 from branchline.runtime.limits import run_in_prepare_thread
@@ -188,14 +188,14 @@ def test_a_session_receives_two_large_bodies_at_a_time(monkeypatch: pytest.Monke
     may_continue = asyncio.Event()
     receiving = most = 0
 
-    async def slow(*args: Any) -> bytes:
+    async def slow(*args: Any) -> list[bytes]:
         nonlocal receiving, most
         receiving += 1
         most = max(most, receiving)
         await may_continue.wait()
-        body = await read_body(*args)
+        parts = await read_body_parts(*args)
         receiving -= 1
-        return body
+        return parts
 
     async def test() -> None:
         async with agent(rule=lambda _: "ok") as a:
@@ -209,7 +209,7 @@ def test_a_session_receives_two_large_bodies_at_a_time(monkeypatch: pytest.Monke
             may_continue.set()
             assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200] * 7
 
-    monkeypatch.setattr(model_api, "read_body", slow)
+    monkeypatch.setattr(model_api, "read_body_parts", slow)
     run(test)
     assert most == 3
 

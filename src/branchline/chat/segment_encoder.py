@@ -62,6 +62,8 @@ class SegmentEncoder:
         )
         """Whether each id is an added token that is more than whitespace."""
         self.is_control[list(control.values())] = True
+        self._byte_lengths = np.full(len(self.is_control), -1, np.int32)
+        """The number of bytes of each token; -1 until it is needed."""
         special = {name for name, token in control.items() if token in tokenizer.special_ids}
         self.escaper = TokenEscaper(control, special)
         """Keeps text of messages from becoming control tokens; `encode` removes its marks."""
@@ -182,7 +184,12 @@ class SegmentEncoder:
         if self.encodes_by_segment:
             plain = "".join(pieces)
             # The bytes of the tokens are the bytes of the text, so their lengths give the end of each token.
-            ends: NDArray[np.int64] = np.cumsum(self._tokenizer.byte_lengths(ids), dtype=np.int64)
+            lengths = self._byte_lengths[ids]
+            if lengths.min(initial=0) < 0:
+                for token in np.unique(ids[lengths < 0]).tolist():
+                    self._byte_lengths[token] = len(self._tokenizer.token_bytes(token))
+                lengths = self._byte_lengths[ids]
+            ends: NDArray[np.int64] = np.cumsum(lengths, dtype=np.int64)
             total = int(ends[-1]) if len(ends) else 0
             if plain.isascii() and total == len(plain):
                 return ends

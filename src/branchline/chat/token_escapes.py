@@ -141,15 +141,12 @@ class TokenEscaper:
 
     def unescape(self, text: str) -> str:
         """Returns the text without marks."""
-        return self._mark_pattern.sub("", text) if self._may_be_marked(text) else text
+        return self._mark_pattern.sub("", text) if self.mark in text or "\\u" in text else text
 
     def split(self, text: str) -> list[str]:
         """Splits rendered text at its marks."""
-        return self._mark_pattern.split(text) if self._may_be_marked(text) else [text]
-
-    def _may_be_marked(self, text: str) -> bool:
         # A template may write the mark as JSON does. Two searches for a text are faster than an expression.
-        return self.mark in text or "\\u" in text
+        return self._mark_pattern.split(text) if self.mark in text or "\\u" in text else [text]
 
 
 class MessageEscapes:

@@ -127,7 +127,6 @@ class TokenizerDir:
             self, tokenizer, added, is_byte_level
         ).__getitem__
         """Returns the exact bytes of one token. Raises CodecError for an unknown id."""
-        self._byte_lengths = np.full(self.vocab_size, -1, np.int32)
         self._template_sources = _read_template_sources(path, config)
         self.special_tokens: Mapping[str, str] = _read_special_tokens(path, config)
         """`bos_token`, `eos_token` and so on, which templates use by name."""
@@ -192,15 +191,6 @@ class TokenizerDir:
             f"{self.path}: cannot encode {text[:40]!r} in the middle of a prompt: it merges with the text "
             f"before it, tried {', '.join(map(repr, contexts))}"
         )
-
-    def byte_lengths(self, ids: Ids) -> NDArray[np.int32]:
-        """Returns the number of bytes of each id, for ids that this tokenizer has encoded."""
-        lengths = self._byte_lengths[ids]
-        if lengths.min(initial=0) < 0:
-            new = np.unique(ids[lengths < 0])
-            self._byte_lengths[new] = [len(self.token_bytes(token)) for token in new.tolist()]
-            lengths = self._byte_lengths[ids]
-        return lengths
 
     def decode(self, ids: Ids) -> str:
         """Returns readable text: special tokens are included, an unknown id is `<id>`. A space that the

@@ -25,7 +25,7 @@ from starlette.routing import Match, Route
 from branchline.core.errors import BranchlineError, EngineError, MessageError
 from branchline.engines.replicas import Replicas
 from branchline.gateway.access import AccessControl, ControlAction
-from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
+from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body_parts, to_error_info
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.export_options import read_export_policy
 from branchline.gateway.metrics import GatewayMetrics
@@ -300,7 +300,8 @@ class ControlApi:
         """The decoded body, or None if there is none; it must be encodable for the journal."""
         if http.headers.get("content-length", "") in ("", "0") and "transfer-encoding" not in http.headers:
             return None
-        body = parse_json(await read_body(http.receive, http.headers, self._config.max_body_bytes))
+        parts = await read_body_parts(http.receive, http.headers, self._config.max_body_bytes)
+        body = parse_json(b"".join(parts))
         try:
             msgspec.msgpack.encode(body)
         except (OverflowError, RecursionError) as error:

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -29,7 +28,7 @@ from branchline.gateway.asgi import (
     bearer_key,
     find_addresses,
     identify_agent,
-    read_body,
+    read_body_parts,
     to_agent_error_info,
     to_error_info,
 )
@@ -248,7 +247,8 @@ class ModelApi:
             managed.require_open()
             size = http.headers.get("content-length", "")
             if size.isdecimal() and int(size[:20]) < THREAD_BODY_BYTES:
-                body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
+                parts = await read_body_parts(http.receive, http.headers, self._config.max_body_bytes)
+                body = b"".join(parts)
                 parsed = self._parse(protocol, managed, route, http.headers, body)
             else:
                 body, parsed = await self._read_in_thread(protocol, managed, route, http)
@@ -305,9 +305,14 @@ class ModelApi:
         """Receives and parses a body that may be large. A session has a few of them at a time; the others are
         not received yet, so that they do not fill the memory."""
         async with managed.large_bodies:
-            body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
-            parse = partial(self._parse, protocol, managed, route, http.headers, body)
-            return body, await run_in_prepare_thread(managed, parse, len(body))
+            parts = await read_body_parts(http.receive, http.headers, self._config.max_body_bytes)
+
+            def parse() -> tuple[bytes, ParsedRequest]:
+                body = b"".join(parts)
+                parts.clear()
+                return body, self._parse(protocol, managed, route, http.headers, body)
+
+            return await run_in_prepare_thread(managed, parse, sum(map(len, parts)))
 
     def _parse(
         self,
