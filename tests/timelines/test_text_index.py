@@ -11,13 +11,20 @@ from branchline.timelines.text_index import TextIndex
 LETTERS = st.text("abé\u2028", max_size=60)
 
 
-@given(st.lists(LETTERS, max_size=20), LETTERS, st.lists(st.integers(0, 19), max_size=3), st.booleans())
+@given(
+    st.lists(LETTERS, max_size=20),
+    LETTERS,
+    st.lists(st.integers(0, 19), max_size=3),
+    st.booleans(),
+    st.sampled_from([0, 9]),
+)
 def test_the_index_finds_what_a_search_for_each_pattern_finds(
-    patterns: list[str], text: str, quoted: list[int], short: bool
+    patterns: list[str], text: str, quoted: list[int], short: bool, others: int
 ) -> None:
     least = 8 if short else 16
     text += "".join(patterns[index] + "b" for index in quoted if index < len(patterns))
     long_enough = {pattern for pattern in patterns if len(pattern) >= least}
+    long_enough |= {f"{number} is another pattern" for number in range(others)}
     index = TextIndex((pattern.encode() for pattern in long_enough), short=short)
     assert index.find(text.encode()) == {pattern.encode() for pattern in long_enough if pattern in text}
 

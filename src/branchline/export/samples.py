@@ -19,6 +19,7 @@ from branchline.core.sample import (
     DroppedTokens,
     DropReason,
     ExportReport,
+    LogprobMeasurement,
     RewardSpan,
     Sample,
 )
@@ -117,7 +118,10 @@ class SampleStream:
         self._has_rewards = bool(rewards)
         self._assigned = assign_rewards(tree, rewards, fork_report)
         self._sample_count = 0
-        report, policy = self.report, self.policy
+        self._measurements: dict[int, LogprobMeasurement] = {}
+        """By the index of the call; many samples share an answer."""
+        report = self._report = _build_report(tree, self.policy, self._pruned, self.counts)
+        policy = self.policy
         if report.missing_logprobs and policy.missing_logprob is None and not policy.include_missing_logprobs:
             raise MissingLogprobsError(
                 f"{report.missing_logprobs} of {report.trained_tokens} sampled tokens came without logprobs; "
@@ -134,7 +138,15 @@ class SampleStream:
         for leaf in self.leaves:
             timeline = Timeline(self.tree, leaf)
             shares = _node_shares(timeline, self.policy.shares, self.counts, seen)
-            sample = _build_sample(timeline, self.policy, shares, self._session, self._reward, self._assigned)
+            sample = _build_sample(
+                timeline,
+                self.policy,
+                shares,
+                self._session,
+                self._reward,
+                self._assigned,
+                self._measurements,
+            )
             if sample is not None:
                 self._sample_count += 1
                 yield leaf, sample
@@ -142,7 +154,7 @@ class SampleStream:
     @property
     def report(self) -> ExportReport:
         """The account of every sampled token, with the number of samples that were built so far."""
-        report = _build_report(self.tree, self.policy, self._pruned, self.counts, self._sample_count)
+        report = replace(self._report, samples=self._sample_count)
         if not self._has_rewards:
             return report
         limit = self.policy.max_tokens
@@ -314,6 +326,7 @@ def _build_sample(
     session: str,
     reward: float | None,
     assigned: AssignedRewards,
+    measurements: dict[int, LogprobMeasurement],
 ) -> Sample | None:
     """Returns the sample of a timeline, or None if it would train nothing."""
     length = _sample_length(timeline, policy.max_tokens)
@@ -354,7 +367,7 @@ def _build_sample(
         reward=reward if timeline_reward is None else timeline_reward,
         media=tuple(media for node in timeline.nodes if node.end <= length for media in node.message.media),
         rewards=tuple(_reward_spans(timeline, node_shares, start, length, assigned)),
-        answers=tuple(_answer_spans(timeline, node_shares, start, length)),
+        answers=tuple(_answer_spans(timeline, node_shares, start, length, measurements)),
     )
 
 
@@ -368,13 +381,20 @@ def _sample_length(timeline: Timeline, max_tokens: int | None) -> int:
 
 
 def _answer_spans(
-    timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int
+    timeline: Timeline,
+    node_shares: Mapping[int, float],
+    start: int,
+    length: int,
+    measurements: dict[int, LogprobMeasurement],
 ) -> Iterator[AnswerSpan]:
-    """Yields the trained answers of a sample."""
-    for answer in timeline.answers:
-        end = min(answer.end, length)
-        if answer.node in node_shares and answer.start < end:
-            yield AnswerSpan(answer.start - start, end - start, answer.call, answer.node, answer.logprobs)
+    """Yields the trained answers of a sample; missing `measurements` are added."""
+    for node, call in zip(timeline.sampled_nodes, timeline.calls, strict=True):
+        answer_start, answer_end = node.sampled_start, min(node.end, length)
+        if node.id not in node_shares or answer_start >= answer_end:
+            continue
+        if call.index not in measurements:
+            measurements[call.index] = LogprobMeasurement.from_sampling(call.sampling)
+        yield AnswerSpan(answer_start - start, answer_end - start, call.id, node.id, measurements[call.index])
 
 
 def _reward_spans(
@@ -392,9 +412,9 @@ def _reward_spans(
 
 
 def _build_report(
-    tree: Tree, policy: ExportPolicy, pruned: Mapping[int, str], counts: Mapping[int, int], samples: int
+    tree: Tree, policy: ExportPolicy, pruned: Mapping[int, str], counts: Mapping[int, int]
 ) -> ExportReport:
-    """Counts each sampled token once, as trained or as dropped for one reason."""
+    """Counts each sampled token once, as trained or as dropped for one reason. No samples are built yet."""
     sampled = trained = inexact = missing = 0
     dropped: list[DroppedTokens] = []
     for node in tree.nodes:
@@ -416,4 +436,4 @@ def _build_report(
         inexact += kept if node.output.inexact else 0
         logprobs = node.output.logprobs
         missing += kept if logprobs is None else int(np.isnan(logprobs[:kept]).sum())
-    return ExportReport(sampled, trained, tuple(dropped), samples, inexact, missing)
+    return ExportReport(sampled, trained, tuple(dropped), 0, inexact, missing)

@@ -14,6 +14,8 @@ import numpy as np
 _WINDOW = 16
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _FILTER_BITS = 16
+_FEW_PATTERNS = 8
+"""Up to this number, searching for one pattern after the other is faster."""
 
 
 class TextIndex:
@@ -21,10 +23,11 @@ class TextIndex:
 
     def __init__(self, patterns: Iterable[bytes], *, short: bool = False) -> None:
         self._window = _WINDOW // 2 if short else _WINDOW
+        self._patterns = frozenset(patterns)
         self._by_hash: dict[int, dict[int, set[bytes]]] = {}
         """The patterns by the hash of their first bytes and by their length."""
         self._filter = np.zeros(1 << _FILTER_BITS, np.bool_)
-        for pattern in patterns:
+        for pattern in self._patterns:
             code = self._hashes(pattern[: self._window])[0]
             by_length = self._by_hash.setdefault(int(code), {})
             by_length.setdefault(len(pattern), set()).add(pattern)
@@ -32,7 +35,9 @@ class TextIndex:
 
     def find(self, text: bytes) -> set[bytes]:
         """Returns the patterns that a text contains."""
-        if len(text) < self._window or not self._by_hash:
+        if len(self._patterns) <= _FEW_PATTERNS:
+            return {pattern for pattern in self._patterns if pattern in text}
+        if len(text) < self._window:
             return set()
         codes = self._hashes(text)
         found: set[bytes] = set()

@@ -47,11 +47,11 @@ class Timeline:
     def media(self) -> list[Media]:
         return [media for node in self.nodes for media in node.message.media]
 
-    @property
+    @cached_property
     def sampled_nodes(self) -> list[Node]:
         return [node for node in self.nodes if node.is_sampled]
 
-    @property
+    @cached_property
     def calls(self) -> list[Call]:
         return [self.tree.call_of(node) for node in self.sampled_nodes]
 
