@@ -287,9 +287,9 @@ def test_a_long_request_is_prepared_in_a_thread(monkeypatch: pytest.MonkeyPatch)
     async def test() -> None:
         sizes: list[int] = []
 
-        async def counted(managed: Any, work: Any, request_bytes: int) -> Any:
-            sizes.append(request_bytes)
-            return await run_in_prepare_thread(managed, work, request_bytes)
+        async def counted(managed: Any, work: Any, request_size: int) -> Any:
+            sizes.append(request_size)
+            return await run_in_prepare_thread(managed, work, request_size)
 
         monkeypatch.setattr("branchline.runtime.call_lifecycle.run_in_prepare_thread", counted)
         managed, engine = open_session(), ScriptedEngine(rule=replies("x"))

@@ -23,7 +23,7 @@ from branchline.core.sample import (
     RewardSpan,
     Sample,
 )
-from branchline.export.rewards import AssignedRewards, assign_rewards
+from branchline.export.rewards import assign_rewards
 from branchline.timelines.causes import Cause, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
 from branchline.tree.tree import Node, Tree
@@ -138,15 +138,7 @@ class SampleStream:
         for leaf in self.leaves:
             timeline = Timeline(self.tree, leaf)
             shares = _node_shares(timeline, self.policy.shares, self.counts, seen)
-            sample = _build_sample(
-                timeline,
-                self.policy,
-                shares,
-                self._session,
-                self._reward,
-                self._assigned,
-                self._measurements,
-            )
+            sample = self._build_sample(timeline, shares)
             if sample is not None:
                 self._sample_count += 1
                 yield leaf, sample
@@ -162,6 +154,80 @@ class SampleStream:
         trained = {node for node in self.counts if limit is None or nodes[node].sampled_start < limit}
         path_nodes = nodes_above(self.leaves) if self._sample_count else set()
         return replace(report, unassigned_rewards=self._assigned.count_unassigned(trained, path_nodes))
+
+    def _build_sample(self, timeline: Timeline, node_shares: Mapping[int, float]) -> Sample | None:
+        """Returns the sample of a timeline, or None if it would train nothing."""
+        policy = self.policy
+        length = _sample_length(timeline, policy.max_tokens)
+        shares = np.zeros(len(timeline), np.float32)
+        inexact = 0
+        for node in timeline.sampled_nodes:
+            if node.id in node_shares:
+                shares[node.sampled_start : node.end] = node_shares[node.id]
+                if node.output is not None and node.output.inexact:
+                    inexact += max(0, min(node.end, length) - node.sampled_start)
+        trained = np.flatnonzero(shares[:length])
+        if not len(trained):
+            return None
+        start = int(trained[0])
+        response = slice(start, length)
+        mask = (shares[response] > 0).astype(np.int8)
+        logprobs = np.where(mask, timeline.logprobs[response], np.float32(0))
+        missing = np.isnan(logprobs)
+        if policy.missing_logprob is not None:
+            logprobs[missing] = policy.missing_logprob
+        last = timeline.leaf.output
+        timeline_reward = self._assigned.timeline_reward(timeline.nodes)
+        return Sample(
+            prompt_ids=timeline.ids[:start],
+            response_ids=timeline.ids[response],
+            response_mask=mask,
+            response_logprobs=logprobs,
+            response_versions=np.where(mask, timeline.versions[response], np.int32(NO_VERSION)),
+            shares=shares[response],
+            agent=timeline.agent,
+            session=self._session,
+            calls=tuple(call.id for call in timeline.calls),
+            finish_reason=last.finish_reason if last is not None and length == len(timeline) else "length",
+            exact=inexact == 0,
+            inexact_tokens=inexact,
+            missing_logprobs=int(missing.sum()),
+            truncated_tokens=len(timeline) - length,
+            reward=self._reward if timeline_reward is None else timeline_reward,
+            media=tuple(
+                media for node in timeline.nodes if node.end <= length for media in node.message.media
+            ),
+            rewards=tuple(self._reward_spans(timeline, node_shares, start, length)),
+            answers=tuple(self._answer_spans(timeline, node_shares, start, length)),
+        )
+
+    def _answer_spans(
+        self, timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int
+    ) -> Iterator[AnswerSpan]:
+        """Yields the trained answers of a sample."""
+        measurements = self._measurements
+        for node, call in zip(timeline.sampled_nodes, timeline.calls, strict=True):
+            answer_start, answer_end = node.sampled_start, min(node.end, length)
+            if node.id not in node_shares or answer_start >= answer_end:
+                continue
+            if call.index not in measurements:
+                measurements[call.index] = LogprobMeasurement.from_sampling(call.sampling)
+            yield AnswerSpan(
+                answer_start - start, answer_end - start, call.id, node.id, measurements[call.index]
+            )
+
+    def _reward_spans(
+        self, timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int
+    ) -> Iterator[RewardSpan]:
+        """Yields the rewards of a sample's timeline and tools, then those of its trained answers in order."""
+        for reward in self._assigned.for_timeline(timeline.nodes):
+            yield RewardSpan(reward.score, 0, length - start, "", reward.turn, reward.tool)
+        for node in timeline.sampled_nodes:
+            if node.id in node_shares and node.sampled_start < length:
+                call = timeline.tree.call_of(node).id
+                for reward in self._assigned.by_node.get(node.id, ()):
+                    answer_start, answer_end = node.sampled_start - start, min(node.end, length) - start
+                    yield RewardSpan(reward.score, answer_start, answer_end, call, reward.turn, reward.tool)
 
 
 def export_samples(
@@ -319,58 +385,6 @@ def _node_shares(
     return node_shares
 
 
-def _build_sample(
-    timeline: Timeline,
-    policy: ExportPolicy,
-    node_shares: Mapping[int, float],
-    session: str,
-    reward: float | None,
-    assigned: AssignedRewards,
-    measurements: dict[int, LogprobMeasurement],
-) -> Sample | None:
-    """Returns the sample of a timeline, or None if it would train nothing."""
-    length = _sample_length(timeline, policy.max_tokens)
-    shares = np.zeros(len(timeline), np.float32)
-    inexact = 0
-    for node in timeline.sampled_nodes:
-        if node.id in node_shares:
-            shares[node.sampled_start : node.end] = node_shares[node.id]
-            if node.output is not None and node.output.inexact:
-                inexact += max(0, min(node.end, length) - node.sampled_start)
-    trained = np.flatnonzero(shares[:length])
-    if not len(trained):
-        return None
-    start = int(trained[0])
-    response = slice(start, length)
-    mask = (shares[response] > 0).astype(np.int8)
-    logprobs = np.where(mask, timeline.logprobs[response], np.float32(0))
-    missing = np.isnan(logprobs)
-    if policy.missing_logprob is not None:
-        logprobs[missing] = policy.missing_logprob
-    last = timeline.leaf.output
-    timeline_reward = assigned.timeline_reward(timeline.nodes)
-    return Sample(
-        prompt_ids=timeline.ids[:start],
-        response_ids=timeline.ids[response],
-        response_mask=mask,
-        response_logprobs=logprobs,
-        response_versions=np.where(mask, timeline.versions[response], np.int32(NO_VERSION)),
-        shares=shares[response],
-        agent=timeline.agent,
-        session=session,
-        calls=tuple(call.id for call in timeline.calls),
-        finish_reason=last.finish_reason if last is not None and length == len(timeline) else "length",
-        exact=inexact == 0,
-        inexact_tokens=inexact,
-        missing_logprobs=int(missing.sum()),
-        truncated_tokens=len(timeline) - length,
-        reward=reward if timeline_reward is None else timeline_reward,
-        media=tuple(media for node in timeline.nodes if node.end <= length for media in node.message.media),
-        rewards=tuple(_reward_spans(timeline, node_shares, start, length, assigned)),
-        answers=tuple(_answer_spans(timeline, node_shares, start, length, measurements)),
-    )
-
-
 def _sample_length(timeline: Timeline, max_tokens: int | None) -> int:
     """Returns where a sample is cut off: never inside a message with media, whose placeholders belong
     together. Such a message is context, so no trained token is lost."""
@@ -378,37 +392,6 @@ def _sample_length(timeline: Timeline, max_tokens: int | None) -> int:
         return len(timeline)
     cut = next(node for node in timeline.nodes if node.end > max_tokens)
     return cut.start if cut.message.media and not cut.is_sampled else max_tokens
-
-
-def _answer_spans(
-    timeline: Timeline,
-    node_shares: Mapping[int, float],
-    start: int,
-    length: int,
-    measurements: dict[int, LogprobMeasurement],
-) -> Iterator[AnswerSpan]:
-    """Yields the trained answers of a sample; missing `measurements` are added."""
-    for node, call in zip(timeline.sampled_nodes, timeline.calls, strict=True):
-        answer_start, answer_end = node.sampled_start, min(node.end, length)
-        if node.id not in node_shares or answer_start >= answer_end:
-            continue
-        if call.index not in measurements:
-            measurements[call.index] = LogprobMeasurement.from_sampling(call.sampling)
-        yield AnswerSpan(answer_start - start, answer_end - start, call.id, node.id, measurements[call.index])
-
-
-def _reward_spans(
-    timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int, assigned: AssignedRewards
-) -> Iterator[RewardSpan]:
-    """Yields the rewards of a sample's timeline and tools, then those of its trained answers in order."""
-    for reward in assigned.for_timeline(timeline.nodes):
-        yield RewardSpan(reward.score, 0, length - start, "", reward.turn, reward.tool)
-    for node in timeline.sampled_nodes:
-        if node.id in node_shares and node.sampled_start < length:
-            call = timeline.tree.call_of(node).id
-            for reward in assigned.by_node.get(node.id, ()):
-                answer_start, answer_end = node.sampled_start - start, min(node.end, length) - start
-                yield RewardSpan(reward.score, answer_start, answer_end, call, reward.turn, reward.tool)
 
 
 def _build_report(

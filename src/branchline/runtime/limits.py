@@ -29,21 +29,21 @@ THREAD_BODY_BYTES = 100_000
 
 _COUNT_BYTES = 1 << 18
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_LONG_REQUEST_BYTES = 250_000
+_LONG_REQUEST = 250_000
 _prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="branchline-prepare")
 """One thread: two would take the interpreter from each other, and both would end later."""
 _long_prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="branchline-prepare-long")
-"""For requests of _LONG_REQUEST_BYTES and more, so that shorter ones do not wait for them."""
+"""For requests of _LONG_REQUEST bytes or characters and more, so that shorter ones do not wait for them."""
 
 
 async def run_in_prepare_thread(
-    managed: ManagedSession, function: Callable[[], Result], request_bytes: int
+    managed: ManagedSession, function: Callable[[], Result], request_size: int
 ) -> Result:
     """Runs a function that parses or prepares a request, when no thread works for the session.
 
     A caller that is cancelled does not end the work of a thread, which keeps the lock of the session.
     """
-    thread = _prepare_thread if request_bytes < _LONG_REQUEST_BYTES else _long_prepare_thread
+    thread = _prepare_thread if request_size < _LONG_REQUEST else _long_prepare_thread
     await managed.prepare_lock.acquire()
     work = asyncio.get_running_loop().run_in_executor(thread, function)
     work.add_done_callback(lambda _: managed.prepare_lock.release())
