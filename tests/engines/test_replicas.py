@@ -50,7 +50,7 @@ def test_invalid_request_is_not_a_replica_failure() -> None:
             servers[0].refusal = (400, b"too long")
             with pytest.raises(EngineInputError, match="too long"):
                 await collect(replicas.generate(PROMPT, params()))
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             assert request_counts(servers) == [1, 0]
 
     run(main())
@@ -103,7 +103,7 @@ def test_failed_replica_gets_no_calls_until_a_check_succeeds_and_its_sessions_re
             await collect(replicas.generate(PROMPT, params(1), session="c"))
             assert request_counts(servers) == [1, 4], "the check comes first"
             await wait_for_checks(replicas)
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             await collect(replicas.generate(PROMPT, params(1), session="a"))
             assert request_counts(servers) == [2, 4], "a session returns to its home"
 

@@ -50,9 +50,9 @@ def test_request_that_every_replica_answers_with_500_leaves_the_balance_as_it_wa
             for _ in range(3):
                 with pytest.raises(EngineError, match="assertion failed"):
                     await collect(replicas.generate(as_ids([*PROMPT, POISON]), params(1), session="a0"))
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             await wait_for_checks(replicas)
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             for server in servers:
                 server.requests.clear()
             await call_sessions(replicas, first + second)
@@ -71,7 +71,7 @@ def test_busy_replicas_keep_their_status_and_retry_after(status: int) -> None:
                 await collect(replicas.generate(PROMPT, params(1)))
             assert (raised.value.retry_after, raised.value.is_overloaded) == ("7", status == 503)
             assert request_counts(servers) == [1, 1], "another replica may have room"
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             assert not any(len(body["prompt"]) == 1 for server in servers for body in server.bodies)
 
     run(main())
@@ -87,7 +87,7 @@ def test_sessions_leave_an_unreachable_replica_and_return_when_a_check_succeeds(
             assert homes == [3, 3, 3]
             servers[0].kill()
             await call_sessions(replicas, names)
-            assert replicas.failing == ("0",)
+            assert replicas.unavailable == ("0",)
             away = request_counts(servers)
             await call_sessions(replicas, names)
             assert [b - a for a, b in zip(away, request_counts(servers), strict=True)] == [
@@ -96,12 +96,12 @@ def test_sessions_leave_an_unreachable_replica_and_return_when_a_check_succeeds(
             clock.now += replicas.retry_after_s
             await call_sessions(replicas, names)
             await wait_for_checks(replicas)
-            assert replicas.failing == ("0",), "the check failed"
+            assert replicas.unavailable == ("0",), "the check failed"
             await servers[0].restart()
             clock.now += replicas.retry_after_s
             await call_sessions(replicas, names[:1])
             await wait_for_checks(replicas)
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             for server in servers:
                 server.requests.clear()
             await call_sessions(replicas, names)
@@ -117,7 +117,7 @@ def test_no_call_is_sent_to_a_failing_replica_while_others_are_in_use() -> None:
             servers[0].refusal = (500, b"CUDA error")
             await call_sessions(replicas, ["a"])
             await wait_for_checks(replicas)
-            assert replicas.failing == ("0",), "its check fails too"
+            assert replicas.unavailable == ("0",), "its check fails too"
             for _ in range(3):
                 clock.now += replicas.retry_after_s
                 await call_sessions(replicas, ["a", "b"])
@@ -136,7 +136,7 @@ def test_call_of_a_hung_replica_continues_on_another() -> None:
             chunks = await collect(replicas.generate(PROMPT, params(4), session="a"))
             ids, _ = continuation(PROMPT, 4)
             assert ids_of(chunks) == ids
-            assert replicas.failing == ("0",)
+            assert replicas.unavailable == ("0",)
             await call_sessions(replicas, ["a", "b"])
             assert request_counts(servers) == [1, 3]
 
@@ -153,7 +153,7 @@ def test_call_of_a_replica_that_hangs_between_tokens_continues_after_them(held: 
             assert ids_of(chunks) == ids
             assert logprobs_of(chunks) == pytest.approx(logprobs)
             assert servers[1].bodies[0]["prompt"] == [*PROMPT, *ids[:held]]
-            assert replicas.failing == ("0",)
+            assert replicas.unavailable == ("0",)
 
     run(main())
 
@@ -170,7 +170,7 @@ def test_timeout_of_a_replica_that_answers_others_moves_only_that_call() -> None
             await call_sessions(replicas, ["b"])
             replicas._replicas["0"].last_chunk_at = clock.now  # "b" may be on the other replica.
             assert ids_of(await waiting) == continuation(PROMPT, 2)[0]
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
 
     run(main())
 
@@ -211,7 +211,7 @@ def test_first_timeout_of_a_silent_replica_moves_calls_whose_own_timeout_is_long
             chunks = await collect(replicas.generate(PROMPT, params(2), session="b"))
             assert ids_of(chunks) == continuation(PROMPT, 2)[0]
             assert ids_of(await waiting) == continuation(PROMPT, 3)[0]
-            assert replicas.failing == ("0",)
+            assert replicas.unavailable == ("0",)
 
     run(main())
 
@@ -227,13 +227,13 @@ def test_client_that_leaves_a_silent_replica_counts_against_it(silent_s: float) 
             clock.now += silent_s
             waiting.cancel()
             await asyncio.wait([waiting])
-            assert replicas.failing == (("0",) if silent_s else ())
+            assert replicas.unavailable == (("0",) if silent_s else ())
             if silent_s:
                 await call_sessions(replicas, ["a"])
                 assert request_counts(servers) == [1, 1], "the next attempt goes elsewhere"
                 servers[0].proceed.set()
                 await wait_for_checks(replicas)
-                assert replicas.failing == (), "the check got its token"
+                assert replicas.unavailable == (), "the check got its token"
                 await call_sessions(replicas, ["a"])
                 assert request_counts(servers) == [2, 1]
 
@@ -251,7 +251,7 @@ def test_client_that_leaves_a_replica_which_answers_others_moves_its_next_attemp
             replicas._replicas["0"].last_chunk_at = clock.now  # Another call got a token.
             waiting.cancel()
             await asyncio.wait([waiting])
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             servers[0].hold_after = None
             await call_sessions(replicas, ["a"])
             assert request_counts(servers) == [1, 1]
@@ -289,7 +289,7 @@ def test_consumer_that_stops_reading_does_not_count_against_the_replica() -> Non
             await take_tokens(stream, 1)
             clock.now += 100
             await stream.aclose()
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             servers[0].hold_after = None
             await call_sessions(replicas, ["a"])
             assert request_counts(servers) == [2, 0]
@@ -305,7 +305,7 @@ def test_close_and_remove_end_running_checks() -> None:
                 server.refusal = (500, b"")
             await call_sessions(replicas, ["a"])
             await wait_for_checks(replicas)
-            assert replicas.failing == ("0", "1")
+            assert replicas.unavailable == ("0", "1")
             for server in servers[:2]:
                 server.refusal, server.hold_after = None, 0
             clock.now += replicas.retry_after_s
@@ -344,7 +344,7 @@ def test_ready_needs_one_replica_and_excludes_those_that_do_not_answer() -> None
             answers = {"/health": None, "/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]}}
             servers[1].json_by_path = answers
             await replicas.ready()
-            assert replicas.failing == ("0",)
+            assert replicas.unavailable == ("0",)
             servers[0].json_by_path = {
                 **answers,
                 "/v1/models": {"data": [{"id": "tiny", "max_model_len": 32}]},
@@ -352,7 +352,7 @@ def test_ready_needs_one_replica_and_excludes_those_that_do_not_answer() -> None
             clock.now += replicas.retry_after_s
             await call_sessions(replicas, ["a"])
             await wait_for_checks(replicas)
-            assert (replicas.failing, replicas.max_context) == ((), 32)
+            assert (replicas.unavailable, replicas.max_context) == ((), 32)
 
     run(main())
 

@@ -37,7 +37,7 @@ def test_call_of_a_dead_replica_continues_on_another(dies_after: int, flush_s: f
                 assert rest["prompt"] == [*PROMPT, *ids[:produced]]
                 assert rest["max_tokens"] == 8 - produced
                 assert chunks[-1].num_preempted == int(produced > 0)
-                assert replicas.failing == ("0",)
+                assert replicas.unavailable == ("0",)
 
     run(main())
 

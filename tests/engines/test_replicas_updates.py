@@ -62,13 +62,13 @@ def test_replica_that_missed_a_weight_update_is_not_used_until_the_next() -> Non
             servers[0].failing_paths = {"/pause?mode=abort&clear_cache=true"}
             await replicas.pause()
             await replicas.resume(1)
-            assert replicas.failing == ("0",)
+            assert replicas.unavailable == ("0",)
             await collect(replicas.generate(PROMPT, params(1), session="a"))
             assert request_counts(servers) == [0, 1]
             servers[0].failing_paths = set()
             await replicas.pause()
             await replicas.resume(2)
-            assert replicas.failing == ()
+            assert replicas.unavailable == ()
             await collect(replicas.generate(PROMPT, params(1), session="b"))
             assert request_counts(servers) == [1, 1]
             servers[0].failing_paths = servers[1].failing_paths = {"/update_weight_version"}
@@ -95,7 +95,7 @@ def test_calls_of_a_replica_that_missed_a_weight_update_move(missed: str, is_rea
             assert versions_of(chunks) == [0] * 3 + [7] * 3
             assert_sampled_by(chunks)
             assert request_counts(servers) == [1, 1]
-            assert (replicas.stale, replicas.failing) == (("0",), ("0",))
+            assert (replicas.stale, replicas.unavailable) == (("0",), ("0",))
             assert [engine.version for engine in replicas.engines] == [0, 7]
             assert replicas.version == 7
 

@@ -89,17 +89,17 @@ def _held_engine() -> ScriptedEngine:
     return ScriptedEngine(ToyCodec(), replies(REPLY), gate=asyncio.Event())
 
 
-@pytest.mark.parametrize("how", ["drain_s", "stop_now"])
+@pytest.mark.parametrize("how", ["drain_s", "skip_drain"])
 def test_call_that_exceeds_the_drain_time_is_recorded_as_cancelled(how: str, tmp_path: Path) -> None:
     async def test() -> None:
         config = NO_DRAIN if how == "drain_s" else LONG_DRAIN
         async with agent(engine=_held_engine(), config=config, journal=tmp_path / "j") as a:
             received = await _half_streamed(a)
             stopping = asyncio.create_task(a.gateway.stop())
-            if how == "stop_now":
+            if how == "skip_drain":
                 await _until(lambda: a.gateway.sessions.stopping.is_set())
                 assert not stopping.done()
-                a.gateway.stop_now()
+                a.gateway.skip_drain()
             await stopping
             with pytest.raises(httpx.RemoteProtocolError):
                 await received

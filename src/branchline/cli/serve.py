@@ -237,7 +237,7 @@ async def _serve(
         if not stop.is_set():
             stop.set()
             return
-        gateway.stop_now()
+        gateway.skip_drain()
         for name in _SIGNALS:  # a third signal ends the process
             loop.remove_signal_handler(name)
 

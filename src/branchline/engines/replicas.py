@@ -114,8 +114,8 @@ class Replicas:
         return tuple(name for name, replica in self._replicas.items() if replica.stale)
 
     @property
-    def failing(self) -> tuple[str, ...]:
-        """Names of the replicas that are stale or excluded."""
+    def unavailable(self) -> tuple[str, ...]:
+        """Names of the replicas that get no requests: stale or excluded ones."""
         replicas = self._replicas.items()
         return tuple(name for name, replica in replicas if replica.stale or replica.excluded)
 

@@ -118,7 +118,7 @@ class Gateway:
         self._server: UvicornServer | None = None
         self._server_task: asyncio.Task[None] | None = None
         self._expiry_task: asyncio.Task[None] | None = None
-        self._stop_now_event = asyncio.Event()
+        self._skip_drain_event = asyncio.Event()
         self._is_stopped = False
 
     @property
@@ -168,7 +168,7 @@ class Gateway:
     async def stop(self) -> None:
         """Refuses new requests, waits for those in progress, closes engine and journal.
 
-        Requests still running after `drain_s`, or after `stop_now`, are cancelled; their calls are recorded
+        Requests still running after `drain_s`, or after `skip_drain`, are cancelled; their calls are recorded
         as cancelled, with what was sampled.
         """
         if self._is_stopped:
@@ -187,20 +187,20 @@ class Gateway:
 
     async def _drain(self, server: UvicornServer, server_task: asyncio.Task[None]) -> None:
         server.stop()
-        stop_now = asyncio.ensure_future(self._stop_now_event.wait())
+        skip_drain = asyncio.ensure_future(self._skip_drain_event.wait())
         await asyncio.wait(
-            {server_task, stop_now}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
+            {server_task, skip_drain}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
         )
-        stop_now.cancel()
+        skip_drain.cancel()
         if not server_task.done():
             log.warning("cancelling %d calls that are still running", self.app.model_api.in_flight)
             await self.app.cancel_all()
             server.force_exit = True
         await server_task
 
-    def stop_now(self) -> None:
-        """Makes a `stop` in progress cancel all requests at once."""
-        self._stop_now_event.set()
+    def skip_drain(self) -> None:
+        """Lets `stop`, also one in progress, cancel requests at once instead of waiting for them."""
+        self._skip_drain_event.set()
 
     async def session(self, **options: Any) -> GatewaySession:
         """Opens a session; options are those of `POST /sessions`."""

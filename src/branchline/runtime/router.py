@@ -260,7 +260,7 @@ class Router:
                 "name": engine.name,
                 "version": engine.version,
                 "in_flight": replicas.in_flight[engine.name],
-                "failing": engine.name in replicas.failing,
+                "failing": engine.name in replicas.unavailable,
                 "behind": engine.name in replicas.stale,
             }
             for engine in replicas.engines
