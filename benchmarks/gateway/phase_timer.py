@@ -101,7 +101,7 @@ def timed(engine: type) -> Iterator[PhaseTimer]:
     wraps: list[tuple[Any, str, Wrap]] = [
         (uvicorn_server._HttpProtocol, "data_received", partial(_before, timer.begin)),
         (AccessControl, "model_session", partial(_around, timer, None, _ROUTING)),
-        (model_api, "read_body", partial(_awaited, timer, None, "body: read")),
+        (model_api, "read_body_parts", partial(_awaited, timer, None, "body: read")),
         (ModelApi, "_parse", partial(_around, timer, None, "body: decode, parse")),
         (Session, "prepare", partial(_around, timer, "thread hop, parser", "prepare")),
         (engine, "generate", partial(_generating, timer)),
