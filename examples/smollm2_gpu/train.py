@@ -33,9 +33,9 @@ from branchline.engines.smollm2 import convert_gguf, smollm2_folder
 from branchline.gateway.server import Gateway, GatewaySession
 from branchline.train.demo.demo import create_client
 from branchline.train.demo.evaluation import Evaluation, describe_episode, session_client
-from branchline.train.episodes import SeededEngine
 from branchline.train.metrics import METRICS_FILE, read_metrics
 from branchline.train.policy_update import UpdateConfig
+from branchline.train.seeded_engine import SeededEngine
 from branchline.train.trainer import Trainer, TrainerConfig, describe_step
 from examples.smollm2_gpu.shop import ShopTask, run_shop_agent
 from examples.smollm2_gpu.summary import (

@@ -9,17 +9,12 @@ group.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from branchline.chat.vision import ImageSpan
-from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, SamplingParams
-from branchline.engines.hf.engine import HfEngine
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import TrajectoryGroup
 from branchline.gateway.server import Gateway, GatewaySession
@@ -35,43 +30,6 @@ log = logging.getLogger("branchline.train")
 T = TypeVar("T")
 AgentFunction = Callable[[GatewaySession, T], Awaitable[float | None]]
 """Runs one episode; returns its reward, or None if it has posted rewards to the session."""
-
-
-class SeededEngine(HfEngine):
-    """An embedded engine whose samples follow from a run's seed, the session's id and the prompt.
-
-    A run that is repeated or resumed samples the same tokens, in whatever order its requests arrive. A prompt
-    that a session sends again is sampled with another seed.
-    """
-
-    def __init__(self, model: Any, *args: Any, run_seed: int = 0, **options: Any) -> None:
-        super().__init__(model, *args, **options)
-        self._run_seed = run_seed
-        self._prompt_counts: dict[str, Counter[bytes]] = {}
-
-    async def generate(
-        self,
-        prompt_ids: Ids,
-        params: SamplingParams,
-        *,
-        session: str = "",
-        images: Sequence[ImageSpan] = (),
-    ) -> AsyncGenerator[Chunk, None]:
-        if params.seed is None:
-            digest = hashlib.blake2b(f"{self._run_seed} {session} ".encode() + prompt_ids.tobytes()).digest()
-            counts = self._prompt_counts.setdefault(session, Counter())
-            params = replace(params, seed=int.from_bytes(digest[:8], "little") + counts[digest])
-            counts[digest] += 1
-        stream = super().generate(prompt_ids, params, session=session, images=images)
-        try:
-            async for chunk in stream:
-                yield chunk
-        finally:
-            await stream.aclose()
-
-    def release_session(self, session: str) -> None:
-        self._prompt_counts.pop(session, None)
-        super().release_session(session)
 
 
 @dataclass(frozen=True)

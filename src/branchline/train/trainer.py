@@ -58,10 +58,10 @@ from branchline.train.episodes import (
     AgentFunctionRunner,
     EpisodeGroup,
     EpisodeRunner,
-    SeededEngine,
 )
 from branchline.train.metrics import METRICS_FILE, MetricsLog, TrackerName
 from branchline.train.policy_update import PolicyUpdater, UpdateConfig
+from branchline.train.seeded_engine import SeededEngine
 
 T = TypeVar("T")
 

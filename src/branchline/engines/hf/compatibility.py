@@ -1,12 +1,13 @@
-"""Checks that a model can be batched: rows of different lengths, computed together and in portions.
+"""What a model can compute: the longest sequence, and rows of different lengths together and in portions.
 
-Not every causal model can: some have no keys and values, some count positions themselves, some build a bias
-from a mask of another shape. Some of these fail, others compute wrong results. So the logits of two rows
-computed together are compared with those of each row alone.
+Not every causal model can compute such rows: some have no keys and values, some count positions themselves,
+some build a bias from a mask of another shape. Some of these fail, others compute wrong results. So the
+logits of two rows computed together are compared with those of each row alone.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,8 @@ from branchline.core.errors import EngineInputError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.hf.kv_cache import BatchKvCache
 
+log = logging.getLogger("branchline.engines")
+
 _PROMPT_LENGTHS: Final = (7, 3)
 """Lengths of the two rows."""
 _PREFILL_LENGTHS: Final = (4, 2)
@@ -26,6 +29,28 @@ _PREFILL_LENGTHS: Final = (4, 2)
 _TOLERANCES: Final = {torch.float32: 0.002, torch.float64: 0.002}
 _HALF_PRECISION_TOLERANCE: Final = 0.1
 _ABSOLUTE_TOLERANCE: Final = 1e-3
+
+
+def find_max_context(config: Any) -> int | None:
+    """Returns the longest sequence that a model can be given.
+
+    `longrope` rotates all keys differently once a sequence exceeds the original length. Cached keys would be
+    wrong from there on, so such a model is limited to that length.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return length
+    original = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    if original is not None and (length is None or original < length):
+        log.warning(
+            "model: longrope changes all keys of a sequence beyond %d tokens; the context is limited to that",
+            original,
+        )
+        return int(original)
+    return length
 
 
 def check_compatibility(model: Any) -> None:

@@ -35,9 +35,10 @@ from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import STOP_FIELDS, Chunk, LogprobKind, SamplingParams
+from branchline.engines.hf.compatibility import find_max_context
 from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
-from branchline.engines.hf.validation import check_request, check_weights, find_max_context
+from branchline.engines.hf.validation import check_request, check_weights
 from branchline.engines.hf.vision import IMAGE_MODEL_TYPES, VisionEncoder
 
 T = TypeVar("T")

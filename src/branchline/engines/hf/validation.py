@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from math import inf, isfinite
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,30 +11,6 @@ from torch import Tensor
 from branchline.core.errors import EngineInputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import SamplingParams
-
-log = logging.getLogger("branchline.engines")
-
-
-def find_max_context(config: Any) -> int | None:
-    """Returns the longest sequence that a model can be given.
-
-    `longrope` rotates all keys differently once a sequence exceeds the original length. Cached keys would be
-    wrong from there on, so such a model is limited to that length.
-    """
-    length: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) != "longrope":
-        return length
-    original = rope.get("original_max_position_embeddings") or getattr(
-        config, "original_max_position_embeddings", None
-    )
-    if original is not None and (length is None or original < length):
-        log.warning(
-            "model: longrope changes all keys of a sequence beyond %d tokens; the context is limited to that",
-            original,
-        )
-        return int(original)
-    return length
 
 
 def check_request(prompt_ids: Ids, params: SamplingParams, vocab_size: int, max_context: int | None) -> None:

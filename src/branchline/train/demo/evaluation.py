@@ -15,7 +15,7 @@ from branchline.chat.base import Codec
 from branchline.core.message import Message
 from branchline.gateway.server import Gateway, GatewaySession
 from branchline.train.demo.archive import ArchiveTask, run_archive_agent
-from branchline.train.episodes import SeededEngine
+from branchline.train.seeded_engine import SeededEngine
 from branchline.tree.tree import Tree
 
 _TASK_SEED = "evaluation"
