@@ -25,8 +25,8 @@ from benchmarks.codec.timing import median_cpu_s
 from benchmarks.measure import BenchmarkTable, cpu_s, format_ms
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.chat_template import ChatTemplate
-from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
 from branchline.chat.generic.prompt_builder import PromptBuilder
+from branchline.chat.generic.span_finder import FieldMarkers, SpanFinder
 from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir

@@ -30,7 +30,8 @@ from branchline.chat.base import Codec
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import BranchlineError
 from branchline.engines.smollm2 import convert_gguf, smollm2_folder
-from branchline.gateway.server import Gateway, GatewaySession
+from branchline.gateway.server import Gateway
+from branchline.rollout.session_gateway import AgentSession
 from branchline.train.demo.demo import create_client
 from branchline.train.demo.evaluation import Evaluation, describe_episode, session_client
 from branchline.train.metrics import METRICS_FILE, read_metrics
@@ -50,13 +51,13 @@ from examples.smollm2_gpu.warm_start import collect_demonstrations, train_warm_s
 
 
 class ShopAgent:
-    """The agent's episode for a trainer. It counts the tokens that its responses report."""
+    """The agent for a trainer. It counts the tokens that its responses report."""
 
     def __init__(self, client: AsyncOpenAI) -> None:
         self.client = client
         self.completion_tokens = 0
 
-    async def rollout(self, session: GatewaySession, task: ShopTask) -> float:
+    async def run(self, task: ShopTask, session: AgentSession) -> float:
         result = await run_shop_agent(session_client(self.client, session), task)
         self.completion_tokens += result.completion_tokens
         return task.score(result.answer)
@@ -154,7 +155,7 @@ def run(
         print(f"warm start complete after {warm_start_s:.0f} s", flush=True)
         agent = ShopAgent(create_client())
         config = trainer_config(settings, saves_checkpoint=saves_checkpoint)
-        trainer = Trainer(start, agent.rollout, ShopTask.draw, config, run_folder=out, device=device)
+        trainer = Trainer(start, agent.run, ShopTask.draw, config, run_folder=out, device=device)
         shop_run = _ShopRun(trainer, agent, settings, started_at, max_seconds)
         try:
             asyncio.run(shop_run.run())

@@ -38,7 +38,7 @@ if typing.TYPE_CHECKING:
     from branchline.export.parquet import read_parquet, write_parquet
     from branchline.export.samples import Export, ExportPolicy, SampleStream, export_samples
     from branchline.export.trajectory import Trajectory, TrajectoryGroup
-    from branchline.export.tree_lines import samples_from_lines
+    from branchline.export.tree_lines import samples_from_tree_lines
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import agent, run_agent
     from branchline.loop.context.context_loop import ContextOptions
@@ -138,7 +138,7 @@ _MODULE_OF = {
     "read_jsonl": "export.jsonl",
     "read_log": "timelines.log",
     "read_parquet": "export.parquet",
-    "samples_from_lines": "export.tree_lines",
+    "samples_from_tree_lines": "export.tree_lines",
     "write_jsonl": "export.jsonl",
     "write_parquet": "export.parquet",
     # rollouts
@@ -250,7 +250,7 @@ __all__ = [
     "read_tasks",
     "repair_journal",
     "run_agent",
-    "samples_from_lines",
+    "samples_from_tree_lines",
     "timelines_of",
     "tool",
     "training_rows",

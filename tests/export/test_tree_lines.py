@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from branchline import ExportPolicy, Session, ToyCodec
 from branchline.export.jsonl import sample_to_json
 from branchline.export.samples import SampleStream
-from branchline.export.tree_lines import samples_from_lines, tree_lines
+from branchline.export.tree_lines import samples_from_tree_lines, tree_lines
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from branchline.tree.tree import Tree
@@ -49,7 +49,7 @@ def test_samples_read_from_tree_lines_equal_the_exported_ones(
     stream = SampleStream(tree, policy, session="s", reward=0.5, rewards=rewards)
     expected = list(stream)
     lines = [msgspec.json.decode(msgspec.json.encode(line)) for line in tree_lines(stream)]
-    assert [sample_to_json(sample) for sample in samples_from_lines(lines)] == [
+    assert [sample_to_json(sample) for sample in samples_from_tree_lines(lines)] == [
         sample_to_json(sample) for sample in expected
     ]
     assert lines[-1]["report"]["samples"] == len(expected)

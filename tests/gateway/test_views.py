@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from branchline.export.jsonl import sample_to_json
-from branchline.export.tree_lines import samples_from_lines
+from branchline.export.tree_lines import samples_from_tree_lines
 from branchline.gateway import session_reads, views
 from branchline.runtime import session_snapshot
 from tests.gateway.harness import Agent, agent, run
@@ -90,7 +90,7 @@ def test_samples_are_one_object_json_lines_or_a_tree() -> None:
                 assert samples == whole["samples"]
                 assert report == {"report": whole["report"]}
             lines = [json.loads(line) for line in (await _get_samples(a, "?format=tree")).text.splitlines()]
-            read = json.dumps([sample_to_json(sample) for sample in samples_from_lines(lines)])
+            read = json.dumps([sample_to_json(sample) for sample in samples_from_tree_lines(lines)])
             assert json.loads(read) == [
                 {name: value for name, value in sample.items() if name not in ("group", "metadata")}
                 for sample in whole["samples"]

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.core.errors import BranchlineError, InputError  # noqa: E402
 from branchline.export.packing import TrainingRow  # noqa: E402
-from branchline.gateway.server import GatewaySession  # noqa: E402
+from branchline.rollout.session_gateway import AgentSession  # noqa: E402
 from branchline.train.metrics import read_metrics  # noqa: E402
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step  # noqa: E402
 from tests.train.test_packed_forward import row_logprobs  # noqa: E402
@@ -113,8 +113,8 @@ def test_a_run_without_checkpoints_writes_none_also_at_its_end(policy: Path, tmp
 
 
 def test_every_sampled_token_is_trained_or_has_no_advantage(policy: Path, tmp_path: Path) -> None:
-    async def reward_some(session: GatewaySession, question: str) -> float:
-        reward = await ask_twice(session, question)
+    async def reward_some(question: str, session: AgentSession) -> float:
+        reward = await ask_twice(question, session)
         return 1.0 if question == "Who?" else reward
 
     lines = [result.metrics for result in run_steps(
@@ -187,8 +187,8 @@ def test_an_error_in_an_update_saves_no_half_step(policy: Path, tmp_path: Path) 
 
 
 def test_a_failed_episode_trains_nothing_and_the_others_continue(policy: Path, tmp_path: Path) -> None:
-    async def fail_sometimes(session: GatewaySession, question: str) -> float:
-        reward = await ask_twice(session, question)
+    async def fail_sometimes(question: str, session: AgentSession) -> float:
+        reward = await ask_twice(question, session)
         if session.id.endswith("-0"):
             raise RuntimeError("the tool server is gone")
         return reward
@@ -202,7 +202,7 @@ def test_a_failed_episode_trains_nothing_and_the_others_continue(policy: Path, t
 
 
 def test_an_agent_that_always_fails_ends_the_run_with_its_error(policy: Path, tmp_path: Path) -> None:
-    async def fail(session: GatewaySession, question: str) -> float:
+    async def fail(question: str, session: AgentSession) -> float:
         raise RuntimeError("no key")
 
     with pytest.raises(BranchlineError, match="all episodes failed, the first with RuntimeError: no key"):
@@ -211,8 +211,8 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_error(policy: Path, tm
 
 
 def test_an_agent_may_post_its_reward_instead_of_returning_it(policy: Path, tmp_path: Path) -> None:
-    async def post(session: GatewaySession, question: str) -> None:
-        await session.reward(await ask_twice(session, question), tool_errors=0)
+    async def post(question: str, session: AgentSession) -> None:
+        await session.reward(await ask_twice(question, session), tool_errors=0)
 
     (posted,) = run_steps(create_trainer(policy, tmp_path / "posted", post, steps=1))
     (returned,) = run_steps(create_trainer(policy, tmp_path / "returned", steps=1))

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from openai import AsyncOpenAI  # noqa: E402
 
-from branchline.gateway.server import GatewaySession  # noqa: E402
+from branchline.rollout.session_gateway import AgentSession  # noqa: E402
 from branchline.train.demo import MODEL_FOLDER  # noqa: E402
 from branchline.train.policy_update import UpdateConfig  # noqa: E402
 from branchline.train.trainer import Trainer, TrainerConfig  # noqa: E402
@@ -44,7 +44,7 @@ def create_policy(folder: Path) -> Path:
     return folder
 
 
-async def ask_twice(session: GatewaySession, question: str) -> float:
+async def ask_twice(question: str, session: AgentSession) -> float:
     """An agent: two turns; the reward is the fraction of even bytes in its answers."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         messages: list[Any] = [{"role": "user", "content": question}]
@@ -65,8 +65,8 @@ def small_config(**changes: Any) -> TrainerConfig:
 
 
 def create_trainer(
-    model: Path, run_folder: Path, rollout: Any = ask_twice, *, resume: bool = False, **changes: Any
+    model: Path, run_folder: Path, agent: Any = ask_twice, *, resume: bool = False, **changes: Any
 ) -> Trainer[str]:
     return Trainer(
-        model, rollout, QUESTIONS, small_config(**changes), run_folder=run_folder, resume=resume, device="cpu"
+        model, agent, QUESTIONS, small_config(**changes), run_folder=run_folder, resume=resume, device="cpu"
     )

@@ -30,7 +30,7 @@ from branchline.core.message import Message, Notation, ToolCall
 
 TemplateMessage = dict[str, Any]
 FieldMarker = Callable[[int, str], str]
-"""Marks a field of a message, given its number (see `field_markers`) and its text."""
+"""Marks a field of a message, given its number (see `span_finder`) and its text."""
 
 _ID_ALPHABET = string.digits + string.ascii_letters
 _MALFORMED_ARGUMENTS = 'zq"odd'

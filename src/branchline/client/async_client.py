@@ -146,11 +146,11 @@ class AsyncClient:
         return (await self._connection.send("DELETE", "/engines", EngineList, body={"name": name})).engines
 
     async def health(self) -> HealthState:
-        """Returns what `/healthz` says; needs no key."""
+        """Returns the answer of `/healthz`; needs no key."""
         return await self._connection.send("GET", "/healthz", HealthState)
 
     async def ready(self) -> ReadyState:
-        """Returns what `/readyz` says: whether the gateway would take a call now; needs no key."""
+        """Returns the answer of `/readyz`: whether the gateway would accept a call now; needs no key."""
         return await self._connection.send("GET", "/readyz", ReadyState, accepted=503)
 
 

@@ -112,7 +112,7 @@ class Client:
         retry_timeout_s: float = RETRY_TIMEOUT_S,
         read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
-        """As AsyncClient."""
+        """Takes the arguments of `AsyncClient`."""
         self._client = AsyncClient(
             url, admin_key, retry_timeout_s=retry_timeout_s, read_timeout_s=read_timeout_s
         )
@@ -180,11 +180,11 @@ class Client:
         return self._thread.run(self._client.remove_engine(name))
 
     def health(self) -> HealthState:
-        """Returns what `/healthz` says; needs no key."""
+        """Returns the answer of `/healthz`; needs no key."""
         return self._thread.run(self._client.health())
 
     def ready(self) -> ReadyState:
-        """Returns what `/readyz` says: whether the gateway would take a call now; needs no key."""
+        """Returns the answer of `/readyz`: whether the gateway would accept a call now; needs no key."""
         return self._thread.run(self._client.ready())
 
 

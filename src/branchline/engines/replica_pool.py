@@ -110,7 +110,7 @@ class Replica:
     paused: bool = False
     """It was paused and has not been resumed."""
 
-    def quarantine(self) -> None:
+    def mark_stale(self) -> None:
         """Marks its weights as unknown and moves its calls to other replicas."""
         self.stale = True
         self.cancel_streams()
@@ -239,7 +239,7 @@ class ReplicaPool:
             return
         self.avoid_next_time(replica, session)
         if replica.last_chunk_at <= silent_since:
-            self.exclude(replica, "silent when its caller left", check_after_s=0)
+            self.exclude(replica, "silent when its caller disconnected", check_after_s=0)
             self._start_check(replica, request)
 
     def exclude(

@@ -96,7 +96,7 @@ class Replicas:
 
     @property
     def constrains_raw_logprobs(self) -> bool:
-        """Whether any replica does: its logprobs could not be told from those of the others."""
+        """Whether any replica does: its logprobs could not be distinguished from those of the others."""
         return any(replica.engine.constrains_raw_logprobs for replica in self._replicas.values())
 
     @property
@@ -110,12 +110,12 @@ class Replicas:
 
     @property
     def stale(self) -> tuple[str, ...]:
-        """Names of the replicas that get no calls before the next pause and resume."""
+        """Names of the replicas that serve no calls before the next pause and resume."""
         return tuple(name for name, replica in self._replicas.items() if replica.stale)
 
     @property
     def unavailable(self) -> tuple[str, ...]:
-        """Names of the replicas that get no requests: stale or excluded ones."""
+        """Names of the replicas that are stale, or excluded: those serve calls only if no other can."""
         replicas = self._replicas.items()
         return tuple(name for name, replica in replicas if replica.stale or replica.excluded)
 
@@ -207,7 +207,8 @@ class Replicas:
             self._pool.exclude(replica, error)
 
     async def pause(self) -> None:
-        """Replicas that fail become stale. Raises EngineError, and changes none, if all in use fail."""
+        """Pauses all replicas; those that fail become stale. Raises EngineError, and changes none, if all in
+        use fail."""
         async with self._update_lock:
             self._paused = True
             replicas = list(self._replicas.values())
@@ -218,10 +219,11 @@ class Replicas:
             if in_use and all(replica in failed for replica in in_use):
                 raise self._all_failed_error("pause", failed)
             for replica in failed:
-                replica.quarantine()
+                replica.mark_stale()
 
     async def resume(self, version: int | None = None) -> None:
-        """Replicas that fail become stale. Raises EngineError if all fail; then all stay paused.
+        """Resumes the paused replicas; those that fail become stale. Raises EngineError if all fail; then all
+        stay paused.
 
         Replicas that missed the pause are not resumed: their weights are unknown.
         """
@@ -240,7 +242,7 @@ class Replicas:
             for replica in resumed:
                 replica.paused, replica.stale = False, replica not in current
             for replica in failed:
-                replica.quarantine()
+                replica.mark_stale()
 
     async def close(self) -> None:
         for replica in self._replicas.values():

@@ -1,8 +1,8 @@
 """The samples of a session as JSON lines in which shared prefixes are written once: a tree.
 
 First one line per node, parents before children, with the ids that the node adds; then one line per sample,
-which names the node at its end; at last the report. A sample is the path to its node: `samples_from_lines`
-returns samples equal to those that were exported.
+which names the node at its end; and last the report. A sample is the path to its node:
+`samples_from_tree_lines` returns samples equal to those that were exported.
 
     {"node": 3, "parent": 2, "ids": [7, 8, 9], "sampled": 2, "logprobs": [-0.5, -0.1], "versions": [4, 4],
      "share": 0.5, "call": "call-1", "measurement": {…}}
@@ -35,8 +35,10 @@ _DERIVED_COLUMNS = _ARRAY_COLUMNS | {"calls", "answers"}
 """What a sample line leaves out, because the nodes have it."""
 
 
-def tree_lines(stream: SampleStream, fields: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the lines; `fields` are added to every sample."""
+def tree_lines(
+    stream: SampleStream, extra_fields: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the lines; `extra_fields` are added to every sample."""
     for node_id in sorted(nodes_above(stream.leaves)):
         yield _node_line(stream, stream.tree.nodes[node_id])
     written_digests: set[str] = set()
@@ -46,7 +48,7 @@ def tree_lines(stream: SampleStream, fields: Mapping[str, Any] | None = None) ->
         line |= {"tokens": len(sample.prompt_ids) + len(sample.response_ids)}
         if stream.policy.shares == "first":
             line["trains"] = [answer.node for answer in sample.answers]
-        yield {**line, **(fields or {})}
+        yield {**line, **(extra_fields or {})}
     yield {"report": report_to_json(stream.report)}
 
 
@@ -73,7 +75,7 @@ def _node_line(stream: SampleStream, node: Node) -> dict[str, Any]:
     return line
 
 
-def samples_from_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
+def samples_from_tree_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
     """Yields the samples of decoded lines that `tree_lines` wrote."""
     nodes: dict[int, Mapping[str, Any]] = {}
     payloads: dict[str, bytes] = {}

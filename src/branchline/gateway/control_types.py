@@ -23,7 +23,7 @@ class OpenedSession(msgspec.Struct, frozen=True, kw_only=True):
     openai_base_url: str
     anthropic_base_url: str
     api_key: str
-    """Opens the model API of this session and nothing else."""
+    """Opens the model API of this session, and may complete the session."""
     control_key: str
     """Reads, rewards and ends the session."""
 
@@ -103,7 +103,7 @@ class HealthState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyState(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a gateway would take a call now, and what each check found."""
+    """Whether a gateway would accept a call now, and what each check found."""
 
     status: Literal["ready", "not ready"]
     checks: dict[str, str]

@@ -22,8 +22,8 @@ _TERMINATE_S = 2.0
 
 
 @dataclass(frozen=True)
-class EndedCommand:
-    """A command that has ended."""
+class CommandResult:
+    """The exit code and the output of a command."""
 
     exit_code: int
     """Negative: the number of the signal that ended it."""
@@ -32,16 +32,17 @@ class EndedCommand:
 
     @property
     def tail(self) -> str:
+        """The last 400 characters of the output."""
         return self.output.strip()[-_TAIL_CHARS:]
 
 
 async def run_command(
     command: str, environment: Mapping[str, str], *, stdin: bytes = b"", log_file: Path | None = None
-) -> EndedCommand:
+) -> CommandResult:
     """Runs a command in a shell until it ends; stdout and stderr go to `log_file`.
 
-    Whatever happens, no process of it is left: when the command has ended, its background processes are
-    killed, and if the caller is cancelled, the command is terminated first.
+    No process of its process group remains, however this ends: when the command has ended, its background
+    processes are killed, and if the caller is cancelled, the command is terminated first.
     """
     with tempfile.TemporaryFile() as source, _open_log(log_file) as log:
         source.write(stdin)
@@ -58,7 +59,7 @@ async def run_command(
             _signal_group(process.pid, signal.SIGKILL)
         size = log.tell() if log.seekable() else 0
         log.seek(max(0, size - _MAX_OUTPUT_BYTES))
-        return EndedCommand(exit_code, log.read().decode(errors="replace"))
+        return CommandResult(exit_code, log.read().decode(errors="replace"))
 
 
 def _open_log(log_file: Path | None) -> IO[bytes]:

@@ -38,7 +38,7 @@ class AgentSession(Protocol):
 
     @property
     def api_key(self) -> str:
-        """Opens the model API of this session and nothing else."""
+        """Opens the model API of this session, and may complete the session."""
         ...
 
     @property

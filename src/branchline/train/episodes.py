@@ -1,9 +1,8 @@
 """Runs the episodes of a training step: sessions of a gateway, driven by the user's agent, in groups.
 
-An agent is an async function of a session and a task, or any runner of `rollout/runners.py`. It may use any
-client that can set a base URL and a key. Its reward is what it returns or posts, or that of a reward
-function. An episode whose agent raises is failed: it is logged, trains nothing and does not count in its
-group.
+An agent is a runner of `rollout/runners.py`. It may use any client that can set a base URL and a key. Its
+reward is what it returns or posts, or that of a reward function. An episode whose agent raises is failed: it
+is logged, trains nothing and does not count in its group.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import TrajectoryGroup
-from branchline.gateway.server import Gateway, GatewaySession
+from branchline.gateway.server import Gateway
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import Runner
 from branchline.rollout.session_gateway import LocalGateway
@@ -26,10 +25,6 @@ from branchline.rollout.session_runner import SessionRunner
 from branchline.rollout.tasks import RolloutTask
 
 log = logging.getLogger("branchline.train")
-
-T = TypeVar("T")
-AgentFunction = Callable[[GatewaySession, T], Awaitable[float | None]]
-"""Runs one episode; returns its reward, or None if it has posted rewards to the session."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +40,6 @@ class EpisodeGroup:
     """Answers that `max_tokens` or the context window ended."""
     errors: Sequence[Exception]
     """The errors of failed episodes."""
-
-
-@dataclass(frozen=True)
-class AgentFunctionRunner(Generic[T]):
-    """Runs an agent that is a function of (session, task)."""
-
-    function: AgentFunction[T]
-
-    async def run(self, task: RolloutTask, session: Any) -> float | None:
-        return await self.function(session, task.row)
 
 
 class EpisodeRunner:

@@ -7,12 +7,12 @@ the rows as trees and changes the weights; the engine gets the new weights under
 Policy version n is the policy after n steps. The episodes of step n start at version n − `max_staleness` or
 later: with 0, episodes and updates alternate; with more, the episodes of the next steps run during an update.
 
-    async def rollout(session, task):           # any agent that can set a base URL and a key
+    async def run(task, session):           # any agent that can set a base URL and a key
         client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
         ...
         return reward
 
-    Trainer("Qwen/Qwen3-0.6B", rollout, tasks, run_folder="runs/first").run()
+    Trainer("Qwen/Qwen3-0.6B", run, tasks, run_folder="runs/first").run()
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from branchline.export.samples import ExportPolicy
 from branchline.gateway.server import Gateway
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.rollout.rewards import RewardFunction, VerifierCommand
-from branchline.rollout.runners import Runner
+from branchline.rollout.runners import FunctionRunner, Runner, RunnerFunction
 from branchline.train.checkpoints import (
     CheckpointState,
     find_checkpoint,
@@ -54,8 +54,6 @@ from branchline.train.checkpoints import (
     save_checkpoint,
 )
 from branchline.train.episodes import (
-    AgentFunction,
-    AgentFunctionRunner,
     EpisodeGroup,
     EpisodeRunner,
 )
@@ -123,7 +121,7 @@ class Trainer(Generic[T]):
     def __init__(
         self,
         model: str | Path,
-        rollout: AgentFunction[T] | Runner,
+        agent: RunnerFunction | Runner,
         tasks: Sequence[T] | Callable[[Random], T],
         config: TrainerConfig | None = None,
         *,
@@ -132,13 +130,13 @@ class Trainer(Generic[T]):
         resume: bool = False,
         device: str | None = None,
     ) -> None:
-        """`model` is a folder or a Hugging Face name. `rollout` is a function of (session, task), or a runner
-        of `rollout/runners.py`. `tasks` is a sequence to draw from, or a function that draws one. `reward` is
-        a function of (task, trajectory), for agents that return no reward. A run folder that has a checkpoint
-        is continued with `resume` and refused without."""
+        """`model` is a folder or a Hugging Face name. `agent` is a function of (task, session), or another
+        runner of `rollout/runners.py`. `tasks` is a sequence to draw from, or a function that draws one.
+        `reward` is a function of (task, trajectory), for agents that return no reward. A run folder that has
+        a checkpoint is continued with `resume` and refused without."""
         self.config = config = config or TrainerConfig()
         self.run_folder = Path(run_folder)
-        self._agent: Runner = rollout if isinstance(rollout, Runner) else AgentFunctionRunner(rollout)
+        self._agent: Runner = agent if isinstance(agent, Runner) else FunctionRunner(agent)
         self._tasks, self._reward = tasks, reward
         self._model_folder = find_model_folder(model, MODEL_FILES)
         checkpoint = find_checkpoint(self.run_folder)

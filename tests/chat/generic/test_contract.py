@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from branchline import Session, export_samples, timelines_of
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.field_markers import SpanFinder, TextSpan
 from branchline.chat.generic.prompt_builder import PromptBuilder
+from branchline.chat.generic.span_finder import SpanFinder, TextSpan
 from branchline.core.message import Message
 from branchline.testing.plan_runner import PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator, PlannedCall

@@ -1,6 +1,6 @@
 """The generic codec: any tokenizer with a chat template. Sampled ids are never encoded again.
 
-The conversation is rendered once, with markers around what was sampled (`field_markers`). The sampled ids
+The conversation is rendered once, with markers around what was sampled (`span_finder`). The sampled ids
 replace the marked text (`prompt_builder`); the text between is encoded segment by segment
 (`segment_encoder`). What the template accepts and shows was found by probing it (`template_probe`).
 """
@@ -24,9 +24,9 @@ from branchline.chat.base import (
     Tools,
 )
 from branchline.chat.generic.chat_template import ChatTemplate
-from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
 from branchline.chat.generic.prompt_builder import TemplateProfile, create_prompt_cache
 from branchline.chat.generic.reply_endings import probe_reply_endings
+from branchline.chat.generic.span_finder import FieldMarkers, SpanFinder
 from branchline.chat.generic.template_probe import (
     ARGUMENT_WORD,
     ASSISTANT_WITH_REASONING,

@@ -28,8 +28,8 @@ from branchline.chat.base import (
     Tools,
 )
 from branchline.chat.generic.chat_template import ChatTemplate, first_difference
-from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.reply_endings import ReplyEndings
+from branchline.chat.generic.span_finder import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.token_escapes import MessageEscapes
 from branchline.chat.tokenizer_codec import ReplyReader

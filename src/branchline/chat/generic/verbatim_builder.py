@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from branchline.chat.base import Extension, NewMessage, PromptMessage, RewriteReason
-from branchline.chat.generic.field_markers import TextSpan
 from branchline.chat.generic.prompt_builder import PromptBuilder
+from branchline.chat.generic.span_finder import TextSpan
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 

@@ -56,17 +56,19 @@ def check_request(prompt_ids: Ids, params: SamplingParams, vocab_size: int, max_
         )
 
 
-def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raises EngineInputError unless names and shapes fit, all weights have data here, and tied weights have
-    equal values.
+def check_weights(weights: Mapping[str, Tensor], model_weights: Mapping[str, Tensor]) -> None:
+    """Raises EngineInputError unless names and shapes fit, no weight is a meta tensor or a DTensor, and tied
+    weights have equal values. Types may differ.
 
     A weight that is tied to another one may be left out.
     """
-    if unknown := sorted(weights.keys() - own.keys()):
+    if unknown := sorted(weights.keys() - model_weights.keys()):
         raise EngineInputError(f"weights: got {unknown[0]!r}, expected names of the model's state_dict")
-    updated = {own[key].data_ptr() for key in weights}
-    if missing := sorted(key for key in own.keys() - weights.keys() if own[key].data_ptr() not in updated):
-        raise EngineInputError(f"weights: got no {missing[0]!r}, expected all {len(own)}")
+    updated = {model_weights[key].data_ptr() for key in weights}
+    if missing := sorted(
+        key for key in model_weights.keys() - weights.keys() if model_weights[key].data_ptr() not in updated
+    ):
+        raise EngineInputError(f"weights: got no {missing[0]!r}, expected all {len(model_weights)}")
     for key, value in weights.items():
         if value.is_meta:
             raise EngineInputError(f"weights[{key!r}]: got a meta tensor, expected one with data")
@@ -74,12 +76,12 @@ def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> N
             raise EngineInputError(
                 f"weights[{key!r}]: got a DTensor, expected a plain tensor: call full_tensor() on every rank"
             )
-        if value.shape != own[key].shape:
-            expected = tuple(own[key].shape)
+        if value.shape != model_weights[key].shape:
+            expected = tuple(model_weights[key].shape)
             raise EngineInputError(f"weights[{key!r}]: got {tuple(value.shape)}, expected {expected}")
     first: dict[int, str] = {}
     for key, value in weights.items():
-        other = first.setdefault(own[key].data_ptr(), key)
+        other = first.setdefault(model_weights[key].data_ptr(), key)
         if not _equal(value, weights[other]):
             raise EngineInputError(
                 f"weights[{key!r}]: got other values than weights[{other!r}], expected the same: the model "

@@ -37,7 +37,7 @@ from branchline.train.demo.archive import CHANCE, ArchiveTask
 from branchline.train.demo.curves import Curve, check_matplotlib, plot_curves
 from branchline.train.demo.demo import (
     DemoSettings,
-    archive_rollout,
+    archive_agent,
     create_client,
     demo_config,
 )
@@ -89,8 +89,8 @@ class AblationTrainer(Trainer[ArchiveTask]):
         config = replace(
             demo_config(settings), export_policy=VARIANTS[variant], checkpoint_every=settings.steps
         )
-        rollout = archive_rollout(client)
-        super().__init__(MODEL_FOLDER, rollout, ArchiveTask.draw, config, run_folder=run_folder)
+        agent = archive_agent(client)
+        super().__init__(MODEL_FOLDER, agent, ArchiveTask.draw, config, run_folder=run_folder)
         self._is_encoded_again = variant == "re-encoded"
         self.drift = Drift()
 

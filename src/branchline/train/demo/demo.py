@@ -25,12 +25,12 @@ from rich.text import Text
 
 from branchline.core.errors import InputError
 from branchline.engines.hf.scheduler import HfConfig
-from branchline.gateway.server import GatewaySession
+from branchline.rollout.runners import RunnerFunction
+from branchline.rollout.session_gateway import AgentSession
 from branchline.train.demo import MODEL_FOLDER
 from branchline.train.demo.archive import CHANCE, ArchiveTask, run_archive_agent
 from branchline.train.demo.curves import Curve, check_matplotlib, plot_curves
 from branchline.train.demo.evaluation import Evaluation, evaluate, session_client
-from branchline.train.episodes import AgentFunction
 from branchline.train.metrics import read_metrics
 from branchline.train.policy_update import UpdateConfig
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step
@@ -74,13 +74,13 @@ class DemoResult:
         return json.dumps(asdict(self))
 
 
-def archive_rollout(client: AsyncOpenAI) -> AgentFunction[ArchiveTask]:
-    """Returns the agent's episode for a trainer. All sessions share the connections of the client."""
+def archive_agent(client: AsyncOpenAI) -> RunnerFunction:
+    """Returns the agent for a trainer. All sessions share the connections of the client."""
 
-    async def rollout(session: GatewaySession, task: ArchiveTask) -> float:
+    async def run(task: ArchiveTask, session: AgentSession) -> float:
         return task.score(await run_archive_agent(session_client(client, session), task))
 
-    return rollout
+    return run
 
 
 def demo_config(settings: DemoSettings) -> TrainerConfig:
@@ -122,7 +122,7 @@ def run_demo(
     client = create_client()
     trainer = Trainer(
         MODEL_FOLDER,
-        archive_rollout(client),
+        archive_agent(client),
         ArchiveTask.draw,
         demo_config(settings),
         run_folder=run_folder,

@@ -13,7 +13,8 @@ from openai import AsyncOpenAI
 
 from branchline.chat.base import Codec
 from branchline.core.message import Message
-from branchline.gateway.server import Gateway, GatewaySession
+from branchline.gateway.server import Gateway
+from branchline.rollout.session_gateway import AgentSession
 from branchline.train.demo.archive import ArchiveTask, run_archive_agent
 from branchline.train.seeded_engine import SeededEngine
 from branchline.tree.tree import Tree
@@ -55,7 +56,7 @@ async def evaluate(
     return Evaluation(sum(scores) / count, transcript)
 
 
-def session_client(client: AsyncOpenAI, session: GatewaySession) -> AsyncOpenAI:
+def session_client(client: AsyncOpenAI, session: AgentSession) -> AsyncOpenAI:
     """Returns a client of a session that shares the connections of another client."""
     return client.with_options(base_url=session.base_url, api_key=session.api_key)
 

@@ -103,7 +103,7 @@ class FieldMarkers:
 
 
 class SpanFinder:
-    """Decides where a message stands in a rendered text, and whether a sampled one is shown in full."""
+    """Decides where a message is in a rendered text, and whether a sampled one is shown in full."""
 
     def __init__(
         self,
