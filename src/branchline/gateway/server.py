@@ -84,11 +84,12 @@ class GatewaySession:
         return await self.export(policy)
 
     async def abort(self, reason: str = "") -> None:
+        """Ends the session as failed; its samples are not exported."""
         await self.sessions.end_session(self.managed, "aborted", reason)
 
 
 class Gateway:
-    """A running gateway."""
+    """A gateway in this process; it serves between `start` and `stop`, or in an `async with` block."""
 
     def __init__(
         self,

@@ -3,9 +3,9 @@
     config = read_verl_config({"tool_config_path": "tools.yaml", "max_assistant_turns": 5})
     context = AgentContext(model, config.tools, config.interactions, config.limits)
 
-The files have verl's form. A class in them is one of ours, built from its `config`, or one with verl's
-methods, which an adapter calls: `VerlTool` and `VerlInteraction`. A field that has no meaning here is refused
-by name. Rows of verl's datasets are read by `Task.read`.
+The files have verl's form. A class in them is a Branchline class, built from its `config`, or one with
+verl's methods, which an adapter calls: `VerlTool` and `VerlInteraction`. A field that has no meaning here is
+refused by name. Rows of verl's datasets are read by `Task.read`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VerlConfig:
 def read_verl_config(multi_turn: Mapping[str, Any]) -> VerlConfig:
     """The `actor_rollout_ref.rollout.multi_turn` options of verl. Raises InputError for an unknown one.
 
-    verl measures tool responses in characters and takes 0 turns for no limit.
+    verl measures tool responses in characters and 0 turns mean no limit.
 
     >>> read_verl_config({"tool_response_truncate_side": "left"}).limits.tool_response_keep
     'head'
@@ -123,8 +123,8 @@ def load_verl_interactions(source: str | Path | Mapping[str, Any]) -> Interactio
 
 
 class VerlTool(BaseTool):
-    """A tool with verl's methods. verl creates an instance for each call; here it lives as long as the
-    trajectory, so that `calc_reward` sees all calls."""
+    """The adapter of a tool with verl's methods. verl creates an instance for each call; here there is one
+    for each trajectory, so that `calc_reward` covers all calls."""
 
     def __init__(self, tool: Any) -> None:
         self.name = tool.name
@@ -135,8 +135,8 @@ class VerlTool(BaseTool):
         created = await self._tool.create(trajectory, create_kwargs=arguments)
         return created[0] if isinstance(created, tuple) else created
 
-    async def execute(self, instance: Any, arguments: Mapping[str, Any], **further: Any) -> ToolResult:
-        response, reward, metrics = await self._tool.execute(instance, dict(arguments), **further)
+    async def execute(self, instance: Any, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResult:
+        response, reward, metrics = await self._tool.execute(instance, dict(arguments), **kwargs)
         if isinstance(response, str):
             return ToolResult(response, reward=reward, extras=metrics or {})
         if getattr(response, "video", None):
@@ -144,15 +144,15 @@ class VerlTool(BaseTool):
         images = [_to_media(image) for image in getattr(response, "image", None) or () if image is not None]
         return ToolResult(response.text or "", tuple(images), reward, metrics or {})
 
-    async def calc_reward(self, instance: Any, **further: Any) -> float | None:
-        """None for a class that leaves verl's default, which is 0.0."""
+    async def calc_reward(self, instance: Any, **kwargs: Any) -> float | None:
+        """None for a class that does not override verl's default, which is 0.0."""
         if not _overrides(self._tool, "calc_reward", "verl.tools.base_tool"):
             return None
-        reward: float | None = await self._tool.calc_reward(instance, **further)
+        reward: float | None = await self._tool.calc_reward(instance, **kwargs)
         return reward
 
-    async def release(self, instance: Any, **further: Any) -> None:
-        await self._tool.release(instance, **further)
+    async def release(self, instance: Any, **kwargs: Any) -> None:
+        await self._tool.release(instance, **kwargs)
 
 
 class VerlInteraction(BaseInteraction):
@@ -175,7 +175,7 @@ class VerlInteraction(BaseInteraction):
         return InteractionResponse(bool(terminate), content or "", score, extras or {})
 
     async def score(self, state: Any) -> float | None:
-        """None for a class that leaves verl's default, which is 0.0."""
+        """None for a class that does not override verl's default, which is 0.0."""
         if not _overrides(self._interaction, "calculate_score", "verl.interactions.base"):
             return None
         score: float | None = await _call_with_id(self._interaction.calculate_score, state[0])
