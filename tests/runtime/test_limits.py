@@ -1,4 +1,4 @@
-"""Concurrent calls of a session together never exceed its limits."""
+"""Concurrent calls of a session together never exceed its limits; bodies with too many values are refused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from branchline.core.errors import SessionError
+from branchline.core.errors import MessageError, SessionError
 from branchline.engines.base import SamplingParams
 from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.runtime.limits import check_json_values
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 from tests.gateway.harness import run
 from tests.runtime.harness import (
@@ -165,3 +168,20 @@ def test_a_cancelled_call_counts_until_it_is_resumed() -> None:
         assert result.message.content == ANSWER
 
     run(test)
+
+
+@given(
+    st.lists(st.sampled_from(b",[{}]Z{|x\x0c\x1b\xfb"), max_size=40).map(bytes),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_commas_and_opening_brackets_are_counted_in_every_part_of_a_body(
+    data: bytes, megabytes: int, is_long_first: bool
+) -> None:
+    padding = b" " * (megabytes * 2**20 - 7 if megabytes else 0)
+    body = padding + data if is_long_first else data + padding + data
+    count = sum(body.count(character) for character in (b",", b"[", b"{"))
+    check_json_values(body, count)
+    if count:
+        with pytest.raises(MessageError, match=f"more than {count - 1} commas and opening brackets"):
+            check_json_values(body, count - 1)

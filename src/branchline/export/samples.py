@@ -195,7 +195,10 @@ class SampleStream:
             truncated_tokens=len(timeline) - length,
             reward=self._reward if timeline_reward is None else timeline_reward,
             media=tuple(
-                media for node in timeline.nodes if node.end <= length for media in node.message.media
+                media
+                for node in timeline.nodes
+                if node.message.parts and node.end <= length
+                for media in node.message.media
             ),
             rewards=tuple(self._reward_spans(timeline, node_shares, start, length)),
             answers=tuple(self._answer_spans(timeline, node_shares, start, length)),
@@ -220,6 +223,8 @@ class SampleStream:
         self, timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int
     ) -> Iterator[RewardSpan]:
         """Yields the rewards of a sample's timeline and tools, then those of its trained answers in order."""
+        if not self._has_rewards:
+            return
         for reward in self._assigned.for_timeline(timeline.nodes):
             yield RewardSpan(reward.score, 0, length - start, "", reward.turn, reward.tool)
         for node in timeline.sampled_nodes:

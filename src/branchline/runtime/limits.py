@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from branchline.core.errors import MessageError, SessionError
 from branchline.engines.base import Chunk
@@ -113,9 +114,11 @@ def _tokens_to_reserve(
 def check_json_values(data: bytes, limit: int) -> None:
     """Raises MessageError if a body may have more JSON values than this; nothing is decoded."""
     count = 0
-    for start in range(0, len(data), _COUNT_BYTES):  # in parts, so that the event loop can run in between
-        end = start + _COUNT_BYTES
-        count += data.count(b",", start, end) + data.count(b"[", start, end) + data.count(b"{", start, end)
+    characters = np.frombuffer(data, np.uint8)
+    for start in range(0, len(data), _COUNT_BYTES):  # in parts that fit in a processor's cache
+        part = characters[start : start + _COUNT_BYTES]
+        # "[" and "{" differ in one bit.
+        count += int(np.count_nonzero(part == ord(",")) + np.count_nonzero(part | 0x20 == ord("{")))
         if count > limit:
             problem = f"more than {limit} commas and opening brackets"
             raise MessageError("body", problem, f"at most {limit}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from branchline.core.call import Call
 from branchline.core.message import Media, Message
 from branchline.core.sample import AnswerSpan, LogprobMeasurement
-from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, decode_runs, normalize_runs, runs_length
+from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, decode_runs, normalize_runs
 from branchline.tree.tree import Node, Tree
 
 Author = Literal["llm", "env"]
@@ -115,9 +115,11 @@ class Timeline:
     def versions(self) -> NDArray[np.int32]:
         """The policy version that sampled each token; -1 for all other tokens."""
         versions = np.full(len(self), NO_VERSION, np.int32)
-        for node in self.nodes:
-            if node.output is not None and runs_length(node.output.versions):
-                versions[node.sampled_start : node.end] = decode_runs(node.output.versions)
+        for node in self.sampled_nodes:
+            start = node.sampled_start
+            for count, version in node.output.versions if node.output else ():
+                versions[start : start + count] = version
+                start += count
         return versions
 
     @cached_property

@@ -147,7 +147,9 @@ class Session:
         prompt_ids.flags.writeable = False
         messages = (*(node.message for node in rewritten), *(message.message for message in new))
         images: tuple[ImageSpan, ...] = ()
-        if any(message.parts and message.media for message in (*(node.message for node in path), *messages)):
+        with_parts = [node.message for node in path if node.message.parts]
+        with_parts += [message for message in messages if message.parts]
+        if any(message.media for message in with_parts):
             shown = [*(node.message for node in path[:kept]), *messages]
             sampled_ids = [node.sampled_ids if node.ends_sampled else None for node in path[:kept]]
             sampled_ids += [node.sampled_ids for node in rewritten]
