@@ -34,7 +34,11 @@ def test_a_killed_rollout_continues_and_loses_and_repeats_nothing(
     tmp_path: Path, point: str, judged: bool
 ) -> None:
     kill_at(tmp_path, f"{point}:3", *(["judged"] if judged else []))
-    before = {line["session"]: line for line in RunFolder(tmp_path).lines() if line["status"] == "finished"}
+    before = {
+        line["session"]: line
+        for line in RunFolder(tmp_path).read_trajectory_lines()
+        if line["status"] == "finished"
+    }
     stats = asyncio.run(run_tasks(tmp_path, Failpoint(), resume=True, is_judged=judged))
     lines = list(read_lines(tmp_path / "trajectories.jsonl"))
     by_session = {line["session"]: line for line in lines}

@@ -58,13 +58,13 @@ def run(options: argparse.Namespace) -> str:
     if not target.parent.is_dir():
         raise InputError(f"--output: got {target}, expected a file in an existing folder")
     if options.to == "messages":
-        count, noun = _write_messages(folder.lines(), target), "session"
+        count, noun = _write_messages(folder.read_trajectory_lines(), target), "session"
     elif options.to == "parquet":
         from branchline.export.parquet import write_parquet
 
-        count, noun = write_parquet(folder.samples(), target), "sample"
+        count, noun = write_parquet(folder.read_samples(), target), "sample"
     else:
-        count, noun = write_jsonl(folder.samples(), target), "sample"
+        count, noun = write_jsonl(folder.read_samples(), target), "sample"
     return f"wrote {pluralize(count, noun)} to {target}\n"
 
 

@@ -303,7 +303,7 @@ async def _make_gateway(
     from branchline.gateway.server import Gateway
 
     await router.check_ready()
-    return Gateway(engine=router, codec=codec, journal=folder.journal, config=_gateway_config(options))
+    return Gateway(engine=router, codec=codec, journal=folder.journal_path, config=_gateway_config(options))
 
 
 def _make_cluster(options: argparse.Namespace) -> RayCluster:

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> str:
     from branchline.rollout.run_folder import find_run_folder
     from branchline.rollout.stats import RolloutStats
 
-    stats = RolloutStats.from_lines(find_run_folder(options.folder).lines()).to_json()
+    stats = RolloutStats.from_lines(find_run_folder(options.folder).read_trajectory_lines()).to_json()
     if options.json:
         return msgspec.json.encode(stats).decode() + "\n"
     return render_stats(stats, options.folder)

@@ -24,7 +24,7 @@ from branchline.gateway.views import report_view, sample_parts, session_view, ti
 from branchline.runtime.managed_session import ManagedSession
 
 SessionHandler = Callable[[HttpRequest, ManagedSession], Awaitable[Response]]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 _SNAPSHOT_TYPE = "application/vnd.msgpack"
 _view_thread = ThreadPoolExecutor(1, thread_name_prefix="branchline-control")
@@ -42,7 +42,7 @@ _LOOP_WAIT_S = 1.0
 """How long a thread waits for an event loop, which may have stopped."""
 
 
-async def run_in_view_thread(make: Callable[[], Made]) -> Made:
+async def run_in_view_thread(make: Callable[[], Result]) -> Result:
     """Returns what `make` returns. Exports hold the interpreter for long, so they share one thread."""
     return await asyncio.get_running_loop().run_in_executor(_view_thread, make)
 

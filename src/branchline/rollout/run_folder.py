@@ -76,12 +76,8 @@ class RunFolder:
         return cls(path)
 
     @property
-    def journal(self) -> Path:
+    def journal_path(self) -> Path:
         return self.path / "journal"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
 
     def open_sinks(self, samples: SampleFormat = "jsonl") -> tuple[list[Sink], RolloutStats]:
         """Returns the sinks of the folder, and the figures of the sessions that it has."""
@@ -91,14 +87,14 @@ class RunFolder:
         lines = JsonlSink(self.path, samples=samples == "jsonl")
         # Last: a session with a line has its samples.
         sinks.append(lines)
-        return sinks, RolloutStats.from_lines(self.lines())
+        return sinks, RolloutStats.from_lines(self.read_trajectory_lines())
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def read_trajectory_lines(self) -> Iterator[dict[str, Any]]:
         """Yields the lines of all sessions; none if there is no file yet."""
         file = self.path / TRAJECTORIES_FILE
         return read_lines(file) if file.exists() else iter(())
 
-    def samples(self) -> Iterator[Sample]:
+    def read_samples(self) -> Iterator[Sample]:
         """Yields all samples, of whichever format."""
         if (self.path / SAMPLES_FILE).exists():
             yield from read_jsonl(self.path / SAMPLES_FILE)

@@ -167,16 +167,16 @@ def detects_violation(family: str) -> bool:
 
 def test_a_codec_that_ignores_dropped_text_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     load_codec("qwen3")
-    find = SpanFinder.find
+    find = SpanFinder.find_span
 
     def ignoring(self: SpanFinder, text: str, index: int, message: Message, sampled: Any, start: int) -> Any:
         found = find(self, text, index, message, sampled, start)
         if not isinstance(found, TextSpan):
-            stop = self.find_next_stop(text, start)
+            stop = self.find_next_stop_token(text, start)
             return TextSpan(start, stop[1]) if stop else found
         return found
 
-    monkeypatch.setattr(SpanFinder, "find", ignoring)
+    monkeypatch.setattr(SpanFinder, "find_span", ignoring)
     assert detects_violation("qwen3")
 
 
@@ -189,11 +189,11 @@ def test_a_codec_that_encodes_a_sampled_message_again_is_detected(monkeypatch: p
 
 def test_a_codec_that_loses_a_separator_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     load_codec("qwen3")
-    find = SpanFinder.find
+    find = SpanFinder.find_span
 
     def greedy(self: SpanFinder, *fields: Any) -> Any:
         found = find(self, *fields)
         return TextSpan(found.start, found.end + 12) if isinstance(found, TextSpan) else found
 
-    monkeypatch.setattr(SpanFinder, "find", greedy)
+    monkeypatch.setattr(SpanFinder, "find_span", greedy)
     assert detects_violation("qwen2_5")

@@ -215,7 +215,7 @@ class PromptBuilder:
             return KeptPrefix(ends, RewriteReason.REWRITTEN)
         entry = self._path[len(ends)]
         assert entry.sampled_ids is not None
-        span = self._finder.find(text, len(ends), entry.message, entry.sampled_ids, start)
+        span = self._finder.find_span(text, len(ends), entry.message, entry.sampled_ids, start)
         return KeptPrefix((*ends, span.end)) if isinstance(span, TextSpan) else KeptPrefix(ends, span)
 
     def _compare_with_path_ids(self, text: str, marked: set[int]) -> KeptPrefix:
@@ -229,7 +229,7 @@ class PromptBuilder:
             if end is None:
                 return KeptPrefix(tuple(ends), RewriteReason.REWRITTEN)
             if sampled is not None:
-                span = self._finder.find(text, index, entry.message, sampled, end)
+                span = self._finder.find_span(text, index, entry.message, sampled, end)
                 if not isinstance(span, TextSpan):
                     return KeptPrefix(tuple(ends), span)
                 end = span.end

@@ -74,7 +74,7 @@ class FieldMarkers:
         """Returns the text without markers."""
         return self._pattern.sub("", text) if self.nonce in text else text
 
-    def find_first(self, text: str, index: int, start: int) -> int:
+    def find_first_marker(self, text: str, index: int, start: int) -> int:
         """Returns the offset of the first marker of a message, or -1."""
         return text.find(f"{self.nonce}{index}x", start)
 
@@ -83,7 +83,7 @@ class FieldMarkers:
         bare = self._bare_nonce.search(text, start)
         return bare.start() if bare is not None else -1
 
-    def find_last_end(self, text: str, index: int, message: Message, start: int) -> int:
+    def find_last_marker_end(self, text: str, index: int, message: Message, start: int) -> int:
         """Returns the offset after the last marker of a message, or -1 if a marker is missing."""
         fields = [FIRST_CALL + number for number in range(len(message.tool_calls))]
         if message.reasoning_content:
@@ -134,11 +134,11 @@ class SpanFinder:
 
     # -- one sampled message -------------------------------------------------------------------------
 
-    def find(
+    def find_span(
         self, text: str, index: int, message: Message, sampled: Ids, start: int
     ) -> TextSpan | RewriteReason:
         """Returns the span of a sampled message whose prefix ends at `start`, or why there is none."""
-        last = self.markers.find_last_end(text, index, message, start)
+        last = self.markers.find_last_marker_end(text, index, message, start)
         if last < 0:
             return RewriteReason.DROPPED
         end_ids, framing_ids = self._end_ids, self._reader.framing_ids
@@ -198,8 +198,8 @@ class SpanFinder:
     ) -> int:
         """Returns where a sampled message ends, even if the text does not show it in full. `closing` is what
         the template writes between the message and the content of the next one."""
-        start = max(0, self.markers.find_first(text, index, 0))
-        span = self.find(text, index, message, sampled, start)
+        start = max(0, self.markers.find_first_marker(text, index, 0))
+        span = self.find_span(text, index, message, sampled, start)
         if isinstance(span, TextSpan) and span.end <= closing.end:
             return span.end
         stops = [
@@ -230,7 +230,7 @@ class SpanFinder:
                 return len(closing[:end].rstrip())
         return 0
 
-    def find_next_stop(self, text: str, start: int) -> tuple[int, int, int] | None:
+    def find_next_stop_token(self, text: str, start: int) -> tuple[int, int, int] | None:
         """Returns the first token that ends a message at or after an offset, as (start, end, id)."""
         for token in self._encoder.find_added_tokens(text, start):
             if token[2] in self._end_ids:
@@ -257,7 +257,7 @@ class SpanFinder:
                 sampled = entry.sampled_ids
                 assert sampled is not None
                 start = self._reply_start(text, index, cursor, sampled)
-                span = self.find(text, index, entry.message, sampled, start)
+                span = self.find_span(text, index, entry.message, sampled, start)
                 if isinstance(span, TextSpan):
                     layout.spans[index] = span
                     cursor = span.end
@@ -282,7 +282,7 @@ class SpanFinder:
         If the template writes no prefix, a sample that starts with a control token (`[TOOL_CALLS]`) starts
         there, and any other after the last control token before the marker.
         """
-        marker = max(cursor, self.markers.find_first(text, index, cursor))
+        marker = max(cursor, self.markers.find_first_marker(text, index, cursor))
         for prefix in self._reply_prefixes:
             start = text.rfind(prefix, cursor, marker) if prefix else -1
             if start >= 0:
@@ -310,13 +310,13 @@ class SpanFinder:
         The next marked message is the limit, because some templates show an early message late.
         """
         next_marked = next((later for later in range(index + 1, len(messages)) if later in marked), None)
-        limit = -1 if next_marked is None else self.markers.find_first(text, next_marked, cursor)
+        limit = -1 if next_marked is None else self.markers.find_first_marker(text, next_marked, cursor)
         limit = limit if limit >= 0 else len(text)
         end = _content_end(text, _texts(messages[index].message, escapes.get(index)), cursor, limit)
         following = next(iter(_texts(messages[index + 1].message, escapes.get(index + 1))), None)
         next_start = text.find(following, end, limit) if following else -1
         limit = next_start if next_start >= 0 else limit
-        stop = self.find_next_stop(text, end)
+        stop = self.find_next_stop_token(text, end)
         if stop is None or stop[0] >= limit:
             return end
         end = stop[1]

@@ -99,7 +99,7 @@ class VerbatimBuilder(PromptBuilder):
         nonce in its place, once for each kind of reply and next messages that one stop token separates.
         """
         reply, markers = messages[reply_index].message, self._finder.markers
-        start = markers.find_last_end(text, reply_index, reply, 0)
+        start = markers.find_last_marker_end(text, reply_index, reply, 0)
         if start < 0 or reply_index + 1 == len(messages):
             return TextSpan(start, len(text)) if start >= 0 else None
         fields = (bool(reply.content), bool(reply.reasoning_content), min(len(reply.tool_calls), 2))
@@ -108,7 +108,9 @@ class VerbatimBuilder(PromptBuilder):
             fields,
             *(entry.message.role for entry in messages[reply_index + 1 : reply_index + 3]),
         )
-        stop = self._finder.find_next_stop(text, start) if kind in self._profile.closed_by_stop else None
+        stop = (
+            self._finder.find_next_stop_token(text, start) if kind in self._profile.closed_by_stop else None
+        )
         if stop is not None:
             return TextSpan(start, stop[1])
         following = [
@@ -117,9 +119,11 @@ class VerbatimBuilder(PromptBuilder):
         ]
         others = [*messages[: reply_index + 1], *following]
         other = self._render(others, {reply_index}, escaped, include_tools=include_tools)
-        other_start = markers.find_last_end(other, reply_index, reply, 0)
+        other_start = markers.find_last_marker_end(other, reply_index, reply, 0)
         # The first nonce after the reply's first marker that is not part of a marker of the reply.
-        content_start = markers.find_bare_nonce(other, max(0, markers.find_first(other, reply_index, 0)))
+        content_start = markers.find_bare_nonce(
+            other, max(0, markers.find_first_marker(other, reply_index, 0))
+        )
         if content_start < 0:
             return TextSpan(start, len(text))
         if not 0 <= other_start <= content_start:
@@ -127,8 +131,8 @@ class VerbatimBuilder(PromptBuilder):
         closing = other[other_start:content_start]
         if not text.startswith(closing, start):
             return None
-        stop = self._finder.find_next_stop(closing, 0)
-        if stop is not None and self._finder.find_next_stop(closing, stop[1]) is None:
+        stop = self._finder.find_next_stop_token(closing, 0)
+        if stop is not None and self._finder.find_next_stop_token(closing, stop[1]) is None:
             self._profile.closed_by_stop.add(kind)
         return TextSpan(start, start + len(closing))
 
