@@ -106,7 +106,9 @@ def test_output_within_the_vocabulary_and_rounding_errors_of_logprobs_are_accept
 
 @given(
     logprobs=st.lists(
-        st.one_of(st.floats(-1e4, 1e-5), st.sampled_from([0.5, 1e-3, np.inf, -np.inf, np.nan, -1e39])),
+        st.one_of(
+            st.floats(-1e4, 1e-5), st.sampled_from([0.5, 1e-3, np.inf, -np.inf, np.nan, -1e39, -3.4028235e38])
+        ),
         min_size=1,
         max_size=5,
     )
@@ -115,7 +117,7 @@ def test_every_logprob_is_checked(logprobs: list[float]) -> None:
     request = VllmEngine("http://host", name="e").build_request(PROMPT, params())
     request.ids, request.logprobs, request.finish_reason = [1] * len(logprobs), logprobs, "stop"
     request._append_chunk()
-    is_valid = all(value <= 1e-4 and value >= -3.4e38 for value in logprobs)
+    is_valid = all(value <= 1e-4 and value >= -3.4028235e38 for value in logprobs)
     assert bool(request.pending_chunks) == is_valid
     assert isinstance(request.error, EngineOutputError) != is_valid
     assert (request.finish_reason is None) != is_valid

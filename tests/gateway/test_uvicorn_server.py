@@ -140,7 +140,9 @@ def test_force_exit_ends_a_stop_with_requests_in_progress() -> None:
     "iterations",
     [
         0,
-        pytest.param(1, marks=pytest.mark.skipif(sys.version_info >= (3, 13), reason=LOST_BY_ASYNCIO)),
+        pytest.param(
+            1, marks=pytest.mark.xfail(sys.version_info >= (3, 13), reason=LOST_BY_ASYNCIO, strict=False)
+        ),
         *range(2, 8),
     ],
 )

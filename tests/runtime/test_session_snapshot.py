@@ -83,7 +83,7 @@ def test_a_decoded_snapshot_has_the_same_tree_samples_and_trajectory(
 
 def test_logprobs_that_json_cannot_hold_stay_exact() -> None:
     driver = SessionDriver()
-    driver.sample([user("p")], "x")
+    driver.sample([user("p")], "xy")
     node = driver.tree.nodes[-1]
     assert node.output is not None
     logprobs = np.array([-np.inf, np.nan], np.float32)

@@ -210,6 +210,12 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_error(policy: Path, tm
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_an_agent_of_the_loop_is_found_by_its_name(policy: Path, tmp_path: Path) -> None:
+    Trainer(policy, "single_turn", [{}], run_folder=tmp_path / "known")
+    with pytest.raises(InputError, match=r"'single'.*single_turn"):
+        Trainer(policy, "single", [{}], run_folder=tmp_path / "unknown")
+
+
 def test_an_agent_may_post_its_reward_instead_of_returning_it(policy: Path, tmp_path: Path) -> None:
     async def post(question: str, session: AgentSession) -> None:
         await session.reward(await ask_twice(question, session), tool_errors=0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, timelines_of
 from branchline.core.errors import TreeError
@@ -101,6 +104,28 @@ def test_a_misaligned_generation_is_rejected_and_changes_nothing(
     turn = driver.prepare(user("p"))
     with pytest.raises(TreeError, match=problem):
         driver.session.commit(turn, generation)
+    assert len(driver.tree.nodes) == 1
+    assert not driver.tree.calls
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"versions": ((2, 7),)}, "node 2: got 2 versions for 3 sampled ids"),
+        ({"versions": ((2, 7), (2, 8))}, "node 2: got 4 versions for 3 sampled ids"),
+        ({"versions": ()}, "node 2: got 0 versions for 3 sampled ids"),
+        ({"logprobs": np.zeros(2, np.float32)}, "node 2: got 2 logprobs for 3 sampled ids"),
+    ],
+)
+def test_a_misaligned_record_is_rejected_and_changes_nothing(changes: dict[str, Any], problem: str) -> None:
+    driver = SessionDriver()
+    turn = driver.prepare(user("p"))
+    delta = driver.tree.plan(turn, [Generation(as_ids([1, 2, 3]))])
+    *context, sampled = delta.nodes
+    assert sampled.output is not None
+    misaligned = structs.replace(sampled, output=structs.replace(sampled.output, **changes))
+    with pytest.raises(TreeError, match=problem):
+        driver.tree.apply(structs.replace(delta, nodes=(*context, misaligned)))
     assert len(driver.tree.nodes) == 1
     assert not driver.tree.calls
 

@@ -145,7 +145,7 @@ class TokenEscaper:
 
     def split(self, text: str) -> list[str]:
         """Splits rendered text at its marks."""
-        # A template may write the mark as JSON does. Two searches for a text are faster than an expression.
+        # A template may write the mark as JSON does. Two plain searches are faster than a regular expression.
         return self._mark_pattern.split(text) if self.mark in text or "\\u" in text else [text]
 
 

@@ -44,7 +44,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 STREAM_INTERVAL = 32
 """Tokens per event that a server is asked for if the call is not streamed. An aborted request loses at most
 the tokens of one event; they are sampled again."""
-_LOWEST_LOGPROB = float(np.finfo(np.float32).min)
+_LOWEST_LOGPROB = -3.4028235e38
+"""The lowest number of single precision as servers write it, which is rounded down."""
 _HIGHEST_LOGPROB = 1e-4
 """Logprobs of almost certain tokens may exceed 0 by a rounding error."""
 

@@ -120,7 +120,7 @@ class SampleStream:
         self._sample_count = 0
         self._measurements: dict[int, LogprobMeasurement] = {}
         """By the index of the call; many samples share an answer."""
-        report = self._report = _build_report(tree, self.policy, self._pruned, self.counts)
+        self._report = report = _build_report(tree, self.policy, self._pruned, self.counts)
         policy = self.policy
         if report.missing_logprobs and policy.missing_logprob is None and not policy.include_missing_logprobs:
             raise MissingLogprobsError(

@@ -300,8 +300,9 @@ class ControlApi:
         """The decoded body, or None if there is none; it must be encodable for the journal."""
         if http.headers.get("content-length", "") in ("", "0") and "transfer-encoding" not in http.headers:
             return None
-        parts = await read_body_parts(http.receive, http.headers, self._config.max_body_bytes)
-        body = parse_json(b"".join(parts))
+        body = parse_json(
+            b"".join(await read_body_parts(http.receive, http.headers, self._config.max_body_bytes))
+        )
         try:
             msgspec.msgpack.encode(body)
         except (OverflowError, RecursionError) as error:

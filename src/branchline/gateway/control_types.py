@@ -23,7 +23,7 @@ class OpenedSession(msgspec.Struct, frozen=True, kw_only=True):
     openai_base_url: str
     anthropic_base_url: str
     api_key: str
-    """Opens the model API of this session, and may complete the session."""
+    """Opens the model API of this session; may complete it, and reward it with `agent_reward`."""
     control_key: str
     """Reads, rewards and ends the session."""
 

@@ -247,8 +247,8 @@ class ModelApi:
             managed.require_open()
             size = http.headers.get("content-length", "")
             if size.isdecimal() and int(size[:20]) < THREAD_BODY_BYTES:
-                parts = await read_body_parts(http.receive, http.headers, self._config.max_body_bytes)
-                body = b"".join(parts)
+                max_bytes = self._config.max_body_bytes
+                body = b"".join(await read_body_parts(http.receive, http.headers, max_bytes))
                 parsed = self._parse(protocol, managed, route, http.headers, body)
             else:
                 body, parsed = await self._read_in_thread(protocol, managed, route, http)

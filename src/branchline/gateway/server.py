@@ -84,7 +84,7 @@ class GatewaySession:
         return await self.export(policy)
 
     async def abort(self, reason: str = "") -> None:
-        """Ends the session as failed; its samples are not exported."""
+        """Ends the session as aborted; its samples are exported only with `include_aborted`."""
         await self.sessions.end_session(self.managed, "aborted", reason)
 
 

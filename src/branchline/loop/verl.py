@@ -51,7 +51,7 @@ class VerlConfig:
 def read_verl_config(multi_turn: Mapping[str, Any]) -> VerlConfig:
     """The `actor_rollout_ref.rollout.multi_turn` options of verl. Raises InputError for an unknown one.
 
-    verl measures tool responses in characters and 0 turns mean no limit.
+    verl measures tool responses in characters, and 0 turns means no limit.
 
     >>> read_verl_config({"tool_response_truncate_side": "left"}).limits.tool_response_keep
     'head'

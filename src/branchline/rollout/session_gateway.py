@@ -38,7 +38,7 @@ class AgentSession(Protocol):
 
     @property
     def api_key(self) -> str:
-        """Opens the model API of this session, and may complete the session."""
+        """Opens the model API of this session; may complete it, and reward it with `agent_reward`."""
         ...
 
     @property

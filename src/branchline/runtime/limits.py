@@ -40,7 +40,8 @@ _long_prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="branchline-prep
 async def run_in_prepare_thread(
     managed: ManagedSession, function: Callable[[], Result], request_size: int
 ) -> Result:
-    """Runs a function that parses or prepares a request, when no thread works for the session.
+    """Runs a function that parses or prepares a request of some bytes or characters, when no thread works for
+    the session.
 
     A caller that is cancelled does not end the work of a thread, which keeps the lock of the session.
     """

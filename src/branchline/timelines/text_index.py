@@ -27,7 +27,7 @@ class TextIndex:
         self._by_hash: dict[int, dict[int, set[bytes]]] = {}
         """The patterns by the hash of their first bytes and by their length."""
         self._filter = np.zeros(1 << _FILTER_BITS, np.bool_)
-        for pattern in self._patterns:
+        for pattern in self._patterns if len(self._patterns) > _FEW_PATTERNS else ():
             code = self._hashes(pattern[: self._window])[0]
             by_length = self._by_hash.setdefault(int(code), {})
             by_length.setdefault(len(pattern), set()).add(pattern)

@@ -45,7 +45,7 @@ from branchline.export.samples import ExportPolicy
 from branchline.gateway.server import Gateway
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.rollout.rewards import RewardFunction, VerifierCommand
-from branchline.rollout.runners import FunctionRunner, Runner, RunnerFunction
+from branchline.rollout.runners import RunnerSpec, make_runner
 from branchline.train.checkpoints import (
     CheckpointState,
     find_checkpoint,
@@ -53,10 +53,7 @@ from branchline.train.checkpoints import (
     load_state,
     save_checkpoint,
 )
-from branchline.train.episodes import (
-    EpisodeGroup,
-    EpisodeRunner,
-)
+from branchline.train.episodes import EpisodeGroup, EpisodeRunner
 from branchline.train.metrics import METRICS_FILE, MetricsLog, TrackerName
 from branchline.train.policy_update import PolicyUpdater, UpdateConfig
 from branchline.train.seeded_engine import SeededEngine
@@ -121,7 +118,7 @@ class Trainer(Generic[T]):
     def __init__(
         self,
         model: str | Path,
-        agent: RunnerFunction | Runner,
+        agent: RunnerSpec,
         tasks: Sequence[T] | Callable[[Random], T],
         config: TrainerConfig | None = None,
         *,
@@ -130,13 +127,13 @@ class Trainer(Generic[T]):
         resume: bool = False,
         device: str | None = None,
     ) -> None:
-        """`model` is a folder or a Hugging Face name. `agent` is a function of (task, session), or another
-        runner of `rollout/runners.py`. `tasks` is a sequence to draw from, or a function that draws one.
-        `reward` is a function of (task, trajectory), for agents that return no reward. A run folder that has
-        a checkpoint is continued with `resume` and refused without."""
+        """`model` is a folder or a Hugging Face name. `agent` is a function of (task, session), another
+        runner of `rollout/runners.py`, or the name of one. `tasks` is a sequence to draw from, or a function
+        that draws one. `reward` is a function of (task, trajectory), for agents that return no reward. A run
+        folder that has a checkpoint is continued with `resume` and refused without."""
         self.config = config = config or TrainerConfig()
         self.run_folder = Path(run_folder)
-        self._agent: Runner = agent if isinstance(agent, Runner) else FunctionRunner(agent)
+        self._agent = make_runner(agent)
         self._tasks, self._reward = tasks, reward
         self._model_folder = find_model_folder(model, MODEL_FILES)
         checkpoint = find_checkpoint(self.run_folder)
