@@ -30,6 +30,7 @@ ATTACKS = (
     "many_values",
     "allowed_values",
     "many_calls",
+    "many_short_calls",
     "read_samples",
     "read_timelines",
 )
@@ -145,6 +146,14 @@ class Attacker:
     async def many_calls(self) -> None:
         async def act() -> int:
             return await self.post("chat/completions", chat_body(random_text(40_000)))
+
+        await self.repeat(32, act)
+
+    async def many_short_calls(self) -> None:
+        """Each is so short that it would be prepared in the event loop if it were the only one."""
+
+        async def act() -> int:
+            return await self.post("chat/completions", chat_body(random_text(9_900)))
 
         await self.repeat(32, act)
 

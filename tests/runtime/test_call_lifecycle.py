@@ -283,22 +283,40 @@ def test_a_prompt_must_fit_and_may_leave_no_token_to_sample() -> None:
     run(test)
 
 
-def test_a_long_request_is_prepared_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(name="sizes")
+def sizes_fixture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each request that was prepared in a thread."""
+    sizes: list[int] = []
+
+    async def counted(managed: Any, work: Any, request_size: int) -> Any:
+        sizes.append(request_size)
+        return await run_in_prepare_thread(managed, work, request_size)
+
+    monkeypatch.setattr("branchline.runtime.call_lifecycle.run_in_prepare_thread", counted)
+    return sizes
+
+
+def test_a_long_request_is_prepared_in_a_thread(sizes: list[int]) -> None:
     async def test() -> None:
-        sizes: list[int] = []
-
-        async def counted(managed: Any, work: Any, request_size: int) -> Any:
-            sizes.append(request_size)
-            return await run_in_prepare_thread(managed, work, request_size)
-
-        monkeypatch.setattr("branchline.runtime.call_lifecycle.run_in_prepare_thread", counted)
         managed, engine = open_session(), ScriptedEngine(rule=replies("x"))
+        await complete_call(managed, engine, call_request("p" * 29_999))
+        assert not sizes
+        await complete_call(managed, engine, call_request("p" * 30_000))
+        assert sizes == [30_000]
+        await complete_call(managed, engine, replace(call_request("p"), body_bytes=40_000))
+        assert sizes == [30_000, 40_000]
+
+    run(test)
+
+
+def test_the_calls_of_a_session_share_what_is_prepared_in_the_event_loop(sizes: list[int]) -> None:
+    async def test() -> None:
+        managed, engine = open_session(), ScriptedEngine(rule=replies("x"))
+        managed.call_tasks.update(asyncio.create_task(asyncio.sleep(60)) for _ in range(3))
         await complete_call(managed, engine, call_request("p" * 9_999))
         assert not sizes
         await complete_call(managed, engine, call_request("p" * 10_000))
         assert sizes == [10_000]
-        await complete_call(managed, engine, replace(call_request("p"), body_bytes=40_000))
-        assert sizes == [10_000, 40_000]
 
     run(test)
 

@@ -44,9 +44,10 @@ from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
 
-_THREAD_CHARACTERS = 10_000
-"""Requests with more new text than this are prepared in a thread: neither is the event loop blocked, nor do
-many concurrent calls of one session delay those of others."""
+_THREAD_CHARACTERS = 30_000
+"""Requests with as much new text are prepared in a thread, so that the event loop is not blocked. It is the
+limit of a session with one call in progress; the calls of a session share it, so that many of them at once do
+not delay those of other sessions."""
 _THREAD_BODY_BYTES = 40_000
 """So are requests with a larger body: rendering takes time too, and it may be tools. For shorter ones a
 thread costs more than preparing them."""
@@ -139,18 +140,19 @@ async def prepare_call(
     """
     managed.require_open()
     request, prompt, session = call_request.request, call_request.raw_prompt, managed.session
+    max_characters = _THREAD_CHARACTERS // max(1, len(managed.call_tasks))
     if managed.compactions.prefixes and not call_request.is_compacted:
         view, _ = managed.compactions.view(request.messages, request.agent)
         request = replace(request, messages=view.messages)
     if prompt is None:
         prepare = partial(session.prepare, request)
         length = _count_characters(request.messages)
-        if length >= _THREAD_CHARACTERS and call_request.body_bytes < _THREAD_BODY_BYTES:
+        if length >= max_characters and call_request.body_bytes < _THREAD_BODY_BYTES:
             length = session.count_new_characters(request)
     else:
         prepare = partial(_prepare_raw_prompt, session, request, prompt)
         length = len(prompt)
-    if length < _THREAD_CHARACTERS and call_request.body_bytes < _THREAD_BODY_BYTES:
+    if length < max_characters and call_request.body_bytes < _THREAD_BODY_BYTES:
         turn = prepare()
     else:
         turn = await run_in_prepare_thread(managed, prepare, max(length, call_request.body_bytes))
