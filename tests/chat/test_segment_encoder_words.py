@@ -32,8 +32,13 @@ def open_cache(family: str) -> WordCache:
 
 @every_family
 @settings(max_examples=300, deadline=None)
-@given(text=st.text(st.characters(max_codepoint=127)) | st.text("aAsLl1 \n\r\t.'/", max_size=30))
-def test_ascii_text_gets_the_ids_of_the_tokenizer(family: str, text: str) -> None:
+@given(
+    text=st.text(st.characters(max_codepoint=127)) | st.text("aAsLl1 \n\r\t.'/", max_size=30),
+    is_long=st.booleans(),
+)
+def test_ascii_text_gets_the_ids_of_the_tokenizer(family: str, text: str, is_long: bool) -> None:
+    if is_long:
+        text *= segment_encoder._LONG_TEXT // max(1, len(text)) + 1
     ids = open_cache(family).encode(text)
     # A text with an added token is never encoded word by word.
     if not any(name in text for name in load_tokenizer(family).added_tokens):
@@ -55,8 +60,8 @@ def test_tokenizers_that_encode_otherwise_have_no_cache() -> None:
 
 def test_the_number_and_the_length_of_words_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer("qwen3")
-    cache = WordCache(str.split, tokenizer.backend)
-    monkeypatch.setattr(cache, "_find_words", open_cache("qwen3")._find_words)
+    known = open_cache("qwen3")
+    cache = WordCache(known._split_short, known._split_long, tokenizer.backend)
     monkeypatch.setattr(segment_encoder, "_MAX_WORDS", 50)
     for number in range(40):
         text = " ".join(f"w{chr(97 + number % 26)}{chr(97 + k % 26)}x{k}" for k in range(100)) + "y" * 100

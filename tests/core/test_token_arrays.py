@@ -18,7 +18,6 @@ from branchline.core.token_arrays import (
     decode_runs,
     encode_runs,
     normalize_runs,
-    runs_length,
 )
 
 # -- runs --------------------------------------------------------------------------------------------
@@ -64,11 +63,6 @@ def test_runs_are_decoded_to_the_requested_type() -> None:
     assert decode_runs((), np.int8).dtype == np.int8
 
 
-def test_runs_length_is_the_number_of_values() -> None:
-    assert runs_length(()) == 0
-    assert runs_length(((3, 0), (4, 2))) == 7
-
-
 values = st.lists(st.integers(-2, 2) | st.integers(-(2**31), 2**31 - 1), max_size=40)
 pairs = st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 1)), max_size=12)
 
@@ -77,7 +71,6 @@ pairs = st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 1)), max_size=12)
 def test_decoding_inverts_encoding(numbers: list[int]) -> None:
     runs = encode_runs(np.array(numbers, np.int32))
     assert decode_runs(runs).tolist() == numbers
-    assert runs_length(runs) == len(numbers)
     assert all(count > 0 for count, _ in runs)
     assert all(one[1] != other[1] for one, other in pairwise(runs))
 

@@ -125,7 +125,7 @@ def test_a_misaligned_record_is_rejected_and_changes_nothing(changes: dict[str, 
     assert sampled.output is not None
     misaligned = structs.replace(sampled, output=structs.replace(sampled.output, **changes))
     with pytest.raises(TreeError, match=problem):
-        driver.tree.apply(structs.replace(delta, nodes=(*context, misaligned)))
+        driver.session.apply_record(structs.replace(delta, nodes=(*context, misaligned)))
     assert len(driver.tree.nodes) == 1
     assert not driver.tree.calls
 

@@ -67,10 +67,6 @@ def decode_runs(runs: Runs, dtype: type[np.integer] = np.int32) -> NDArray[np.in
     return np.repeat(np.array(values, dtype), counts)
 
 
-def runs_length(runs: Runs) -> int:
-    return sum(count for count, _ in runs)
-
-
 def as_ids(values: object) -> Ids:
     """Returns a read-only int32 copy: nodes, turns and timelines share id arrays."""
     array = np.asarray(values)

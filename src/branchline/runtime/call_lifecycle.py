@@ -20,7 +20,6 @@ from branchline.chat.vision import ImageSpan
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.context_edits import build_view
 from branchline.core.errors import ContextLengthError, EngineInputError, JournalError
-from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
 from branchline.engines.upstream_events import TokenUsage
@@ -146,7 +145,7 @@ async def prepare_call(
         request = replace(request, messages=view.messages)
     if prompt is None:
         prepare = partial(session.prepare, request)
-        length = _count_characters(request.messages)
+        length = sum([len(message.content) for message in request.messages])
         if length >= max_characters and call_request.body_bytes < _THREAD_BODY_BYTES:
             length = session.count_new_characters(request)
     else:
@@ -192,7 +191,8 @@ async def _compact(managed: ManagedSession, engine: Engine, call_request: CallRe
     view, edits = managed.compactions.view(request.messages, request.agent)
     policy = managed.options.compaction.build_policy()
     plan = partial(plan_edit, policy, view, codec, excess)
-    compaction = await run_in_prepare_thread(managed, plan, _count_characters(view.messages))
+    view_length = sum([len(message.content) for message in view.messages])
+    compaction = await run_in_prepare_thread(managed, plan, view_length)
     if compaction is None:
         return False
     summary = ""
@@ -211,10 +211,6 @@ async def _compact(managed: ManagedSession, engine: Engine, call_request: CallRe
         return False
     await managed.add_compaction(compacted_prefix(request.messages, request.agent, edit))
     return True
-
-
-def _count_characters(messages: Sequence[Message]) -> int:
-    return sum([len(message.content) for message in messages])
 
 
 def _prepare_raw_prompt(session: Session, request: Request, prompt: str | Ids) -> Turn:

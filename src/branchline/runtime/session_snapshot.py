@@ -26,6 +26,7 @@ from branchline.tree.tree import (
     NewNode,
     Tree,
     TreeDelta,
+    check_record,
     decode_array,
     encode_record,
 )
@@ -147,6 +148,7 @@ class SessionSnapshot:
                 raise InputError(f"snapshot format: got {found}, expected {FORMAT}: another release wrote it")
             encoded = _decoder.decode(data)
             for commit in encoded.commits:
+                check_record(commit)
                 tree.apply(restore_payloads(commit, encoded.media.get))
             for call_index, delivery in encoded.deliveries.items():
                 tree.apply(Delivered(call_index, delivery))

@@ -36,6 +36,7 @@ from branchline.tree.tree import (
     TreeDelta,
     TreeRecord,
     Turn,
+    check_record,
     decode_record,
     encode_record,
     first_message_key,
@@ -297,7 +298,9 @@ class Session:
             return durable
 
     def apply_record(self, record: TreeRecord) -> None:
-        """Applies a record that was read from the journal, whose media have no payloads."""
+        """Applies a record that was read from the journal, whose media have no payloads. Raises TreeError if
+        it is invalid."""
+        check_record(record)
 
         def read(digest: str) -> bytes | None:
             return self._payloads.get(digest) or (self._journal.read_media(digest) if self._journal else None)

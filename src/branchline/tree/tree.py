@@ -27,16 +27,7 @@ from branchline.chat.vision import ImageSpan
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Generation, Output, Request
 from branchline.core.errors import TreeError
 from branchline.core.message import Message, ToolCall
-from branchline.core.token_arrays import (
-    NO_IDS,
-    Ids,
-    Origin,
-    Runs,
-    as_ids,
-    encode_runs,
-    normalize_runs,
-    runs_length,
-)
+from branchline.core.token_arrays import NO_IDS, Ids, Origin, Runs, as_ids, encode_runs, normalize_runs
 
 ROOT_ID = 0
 NO_NODE = -1
@@ -330,9 +321,6 @@ class Tree:
                 f"commit of call {record.call.index}: expected call {len(self.calls)} "
                 f"with nodes from {len(self.nodes)}; another commit came between plan and apply"
             )
-        for new in record.nodes:
-            if new.output is not None:
-                _check_output(new.output, _sampled_count(new.spans), new.id)
         # The call first: a concurrent prepare may already find its nodes.
         self.calls.append(record.call)
         if record.call.resumed_call_index != NO_NODE:
@@ -345,7 +333,8 @@ class Tree:
                 key = first_message_key(config_digest, key)
             sampled_ids, ends_sampled = None, False
             if new.output is not None:
-                sampled_ids, ends_sampled = new.ids[len(new.ids) - _sampled_count(new.spans) :], True
+                count = new.spans[-1][0] if new.spans and new.spans[-1][1] == Origin.SAMPLED else 0
+                sampled_ids, ends_sampled = new.ids[len(new.ids) - count :], True
             elif new.source_id != NO_NODE:
                 sampled_ids = self.nodes[new.source_id].sampled_ids
                 ends_sampled = sampled_ids is not None and np.array_equal(
@@ -426,18 +415,19 @@ def first_message_key(config_digest: bytes, key: bytes) -> bytes:
     return xxhash.xxh3_128_digest(config_digest + key) if config_digest else key
 
 
-def _sampled_count(spans: Runs) -> int:
-    """Returns how many ids at the end of a node were sampled."""
-    return spans[-1][0] if spans and spans[-1][1] == Origin.SAMPLED else 0
-
-
-def _check_output(output: Output, count: int, node_id: int) -> None:
-    """Raises TreeError unless the output has a version, and a logprob if it has any, for each sampled id."""
-    versions, logprobs = runs_length(output.versions), output.logprobs
-    if versions != count:
-        raise TreeError(f"node {node_id}: got {versions} versions for {count} sampled ids")
-    if logprobs is not None and len(logprobs) != count:
-        raise TreeError(f"node {node_id}: got {len(logprobs)} logprobs for {count} sampled ids")
+def check_record(record: TreeRecord) -> None:
+    """Raises TreeError for a record, read from a file, whose outputs lack a version or a logprob of a sampled
+    id; `plan` makes no such record."""
+    for node in record.nodes if isinstance(record, TreeDelta) else ():
+        if node.output is None:
+            continue
+        count = sum([length for length, origin in node.spans if origin == Origin.SAMPLED])
+        versions = sum([length for length, _ in node.output.versions])
+        if versions != count:
+            raise TreeError(f"node {node.id}: got {versions} versions for {count} sampled ids")
+        logprobs = node.output.logprobs
+        if logprobs is not None and len(logprobs) != count:
+            raise TreeError(f"node {node.id}: got {len(logprobs)} logprobs for {count} sampled ids")
 
 
 def _check_generation(generation: Generation, call: int, choice: int) -> tuple[Ids, Output]:
