@@ -225,8 +225,8 @@ def test_only_new_text_makes_a_thread_necessary() -> None:
 
     async def test() -> None:
         async with agent(rule=lambda _: "ok", codec=Codec()) as a:
-            history = [{"role": "user", "content": "x" * 12_000}]
-            for text in ("short", "short", "x" * 12_000):
+            history = [{"role": "user", "content": "x" * 31_000}]
+            for text in ("short", "short", "x" * 31_000):
                 answer = await _post(a, "chat/completions", {"messages": history})
                 history += [answer.json()["choices"][0]["message"], {"role": "user", "content": text}]
             await _post(a, "chat/completions", {"messages": history})
