@@ -37,6 +37,7 @@ _ENTRY_BYTES = 200
 _MAX_WORDS = 1 << 16
 _MAX_WORD_LENGTH = 48
 _LONG_TEXT = 1 << 12
+"""From this length on, splitting a text would make other threads wait for too long."""
 _MAX_WORDS_TEXT = 1 << 18
 """Longer texts go to the tokenizer, which is slower but lets other threads run meanwhile."""
 _PROBE_TEXTS = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
@@ -355,11 +356,9 @@ class WordCache:
 
     def _equals_tokenizer(self, text: str) -> bool:
         """Whether all split a text into the same words and encode it alike."""
-        splits = self._backend.pre_tokenizer.pre_tokenize_str(text)
+        ends = [end for _, (_, end) in self._backend.pre_tokenizer.pre_tokenize_str(text)]
         words = self._split_short(text)
-        if words != self._split_long(text) or list(accumulate(map(len, words))) != [
-            e for _, (_, e) in splits
-        ]:
+        if words != self._split_long(text) or list(accumulate(map(len, words))) != ends:
             return False
         ids = self.encode(text)
         return ids is not None and ids.tolist() == self._backend.encode(text, add_special_tokens=False).ids
