@@ -127,7 +127,7 @@ class KillHarness:
         self.killed: list[Kill] = []
         self._found: set[str] = set()
         self._unconfirmed: Kill | None = None
-        self.twins = 0
+        self.equal_siblings = 0
         self.lost: list[str] = []
         self.violations: list[str] = []
 
@@ -371,8 +371,8 @@ class KillHarness:
         nodes = _Nodes(tree["nodes"])
         self._check_tree(episode, nodes)
         for agent, turns in episode.conversations.items():
-            twins = self._check_conversation(episode, agent, turns, nodes)
-            self.twins += twins if final else 0
+            equal_siblings = self._check_conversation(episode, agent, turns, nodes)
+            self.equal_siblings += equal_siblings if final else 0
         if final:
             await self._check_exports(episode)
 
@@ -451,7 +451,7 @@ class KillHarness:
         lines.append(
             f"{len(self.episodes)} sessions, {len(answers)} acknowledged replies with "
             f"{sum(one.tokens for one in answers)} tokens: lost {len(self.lost)}, "
-            f"violations {len(self.violations)}; {self.twins} turns are an equal sibling"
+            f"violations {len(self.violations)}; {self.equal_siblings} turns are an equal sibling"
         )
         return "\n".join(lines)
 

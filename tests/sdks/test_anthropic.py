@@ -32,7 +32,7 @@ def client_of(s: SdkSession) -> anthropic.Anthropic:
 def conversation(s: SdkSession, *, stream: bool, cached: bool) -> list[str]:
     """Keeps the blocks the SDK gives; `cached` marks the newest turn for a cache, as agents do."""
     tools = [{"name": TOOL, "description": ABOUT_TOOL, "input_schema": SCHEMA}]
-    wishes: dict[str, Any] = {"model": "m", "max_tokens": 500, "system": SYSTEM, "tools": tools}
+    options: dict[str, Any] = {"model": "m", "max_tokens": 500, "system": SYSTEM, "tools": tools}
     messages: list[Any] = []
     answers = []
     with client_of(s) as client:
@@ -43,10 +43,10 @@ def conversation(s: SdkSession, *, stream: bool, cached: bool) -> list[str]:
                 if cached:
                     messages[-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
                 if stream:
-                    with client.messages.stream(messages=messages, **wishes) as events:
+                    with client.messages.stream(messages=messages, **options) as events:
                         message: Any = events.get_final_message()
                 else:
-                    message = client.messages.create(messages=messages, **wishes)
+                    message = client.messages.create(messages=messages, **options)
                 messages[-1]["content"][-1] = newest
                 messages.append({"role": "assistant", "content": message.content})
                 uses = [block for block in message.content if block.type == "tool_use"]

@@ -41,7 +41,7 @@ def current_event_loop() -> Iterator[None]:
 def converse(s: SdkSession, provider: str, *, stream: bool) -> list[str]:
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     function = {"name": TOOL, "description": ABOUT_TOOL, "parameters": SCHEMA}
-    wishes: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": f"{provider}/m",
         "api_base": s.url if provider == "openai" else s.anthropic_url,
         "api_key": s.key,
@@ -52,7 +52,7 @@ def converse(s: SdkSession, provider: str, *, stream: bool) -> list[str]:
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
-            response: Any = litellm.completion(messages=messages, stream=stream, **wishes)
+            response: Any = litellm.completion(messages=messages, stream=stream, **options)
             if stream:
                 response = litellm.stream_chunk_builder(list(response))
             message = response.choices[0].message
@@ -77,11 +77,11 @@ def test_growing_conversation_is_one_timeline(scenario: Scenario, stream: bool, 
 PROVIDERS = pytest.mark.parametrize("provider", ["openai", "anthropic", "hosted_vllm"])
 
 
-def ask(s: SdkSession, provider: str, **wishes: Any) -> Any:
+def ask(s: SdkSession, provider: str, **options: Any) -> Any:
     url = s.anthropic_url if provider == "anthropic" else s.url
     messages = [{"role": "user", "content": "q"}]
     return litellm.completion(
-        model=f"{provider}/m", api_base=url, api_key=s.key, messages=messages, num_retries=0, **wishes
+        model=f"{provider}/m", api_base=url, api_key=s.key, messages=messages, num_retries=0, **options
     )
 
 

@@ -35,17 +35,17 @@ def client_of(s: SdkSession, **options: Any) -> openai.OpenAI:
 def chat(s: SdkSession, *, stream: bool) -> list[str]:
     """Keeps the messages the SDK gives and sends them back as they are."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-    wishes: dict[str, Any] = {"model": "m", "tools": [{"type": "function", "function": FUNCTION}]}
+    options: dict[str, Any] = {"model": "m", "tools": [{"type": "function", "function": FUNCTION}]}
     answers = []
     with client_of(s) as client:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             while True:
                 if stream:
-                    with client.chat.completions.stream(messages=messages, **wishes) as events:
+                    with client.chat.completions.stream(messages=messages, **options) as events:
                         message: Any = events.get_final_completion().choices[0].message
                 else:
-                    message = client.chat.completions.create(messages=messages, **wishes).choices[0].message
+                    message = client.chat.completions.create(messages=messages, **options).choices[0].message
                 messages.append(message)
                 if not message.tool_calls:
                     break
@@ -59,7 +59,7 @@ def chat(s: SdkSession, *, stream: bool) -> list[str]:
 def respond(s: SdkSession, *, stream: bool, by_id: bool) -> list[str]:
     """Sends back the output items, or continues by the id of the previous response."""
     tools = [{"type": "function", **FUNCTION, "strict": False}]
-    wishes: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "tools": tools}
+    options: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "tools": tools}
     items: list[Any] = []
     answers = []
     with client_of(s) as client:
@@ -67,12 +67,12 @@ def respond(s: SdkSession, *, stream: bool, by_id: bool) -> list[str]:
             items.append({"role": "user", "content": question})
             while True:
                 if stream:
-                    with client.responses.stream(input=items, **wishes) as events:
+                    with client.responses.stream(input=items, **options) as events:
                         response: Any = events.get_final_response()
                 else:
-                    response = client.responses.create(input=items, **wishes)
+                    response = client.responses.create(input=items, **options)
                 if by_id:
-                    items, wishes["previous_response_id"] = [], response.id
+                    items, options["previous_response_id"] = [], response.id
                 else:
                     items += response.output
                 calls = [item for item in response.output if item.type == "function_call"]

@@ -116,7 +116,7 @@ def test_sub_agent_of_claude_code_is_a_separate_agent() -> None:
 def test_unsupported_fields_are_ignored() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
-            wishes = {
+            options = {
                 "thinking": {"type": "enabled", "budget_tokens": 1024},
                 "metadata": {"user_id": "{}"},
                 "betas": ["context-1m-2025-08-07"],
@@ -133,8 +133,8 @@ def test_unsupported_fields_are_ignored() -> None:
                 model="toy", max_tokens=9, messages=[{"role": "user", "content": "p"}], betas=["x"]
             )
             assert answer.content[0].text == "A"  # type: ignore[union-attr]
-            await c.ask("p", **wishes)
-            await c.ask("p", tools=[], **wishes)
+            await c.ask("p", **options)
+            await c.ask("p", tools=[], **options)
             assert set(c.prompts()) == {"user:p\nassistant:"}
             await c.ask("p", chat_template_kwargs={"enable_thinking": False})
             assert "enable_thinking" in c.prompts()[-1]

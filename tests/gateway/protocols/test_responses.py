@@ -342,8 +342,8 @@ def test_id_selects_among_equal_answers(which: int) -> None:
             ]
             await respond(a, items)
             tree = a.session.managed.session.tree
-            twin = tree.nodes[tree.calls[which].outputs[0]]
-            assert len(twin.all_children()) == 2
+            duplicate = tree.nodes[tree.calls[which].outputs[0]]
+            assert len(duplicate.all_children()) == 2
 
     run(test)
 
@@ -395,7 +395,7 @@ def test_unknown_previous_response_is_refused_by_name() -> None:
     run(test)
 
 
-# -- wishes ------------------------------------------------------------------------------------------
+# -- sampling ----------------------------------------------------------------------------------------
 
 
 def test_session_sampling_overrides_the_clients() -> None:
