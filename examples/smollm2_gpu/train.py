@@ -116,7 +116,7 @@ def trainer_config(settings: ShopSettings, *, saves_checkpoint: bool) -> Trainer
         group_size=settings.group_size,
         max_staleness=settings.max_staleness,
         # Rewards are 0 or 1: dividing by a group's deviation would weigh lucky guesses most.
-        normalise_std=False,
+        group_std="none",
         update=UpdateConfig(
             learning_rate=settings.learning_rate,
             schedule="linear",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import numpy as np
@@ -24,6 +25,7 @@ from branchline import (
 from branchline.core.errors import ExportError
 from branchline.export.credit import (
     GroupStatistics,
+    GroupStd,
     advantages,
     group_statistics,
     token_advantages,
@@ -35,7 +37,7 @@ from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from tests.export.packed_rows import make_trajectory
 
-ZERO_MEAN = GroupStatistics(0.0, 1.0, 2)
+ZERO_MEAN = GroupStatistics(0.0, 1.0, 2, "none")
 
 
 def random_trajectory(seed: int, steps: int, policy: ExportPolicy | None = None) -> Trajectory:
@@ -60,14 +62,14 @@ def test_failed_episodes_are_left_out_of_the_statistics() -> None:
             make_trajectory([[1]], failed=True),
         ]
     )
-    assert group_statistics(group) == GroupStatistics(0.5, 0.5, 2)
-    assert advantages(group) == [pytest.approx(1, abs=1e-5), pytest.approx(-1, abs=1e-5), 0.0, 0.0]
+    assert group_statistics(group, group_std="population") == GroupStatistics(0.5, 0.5, 2, "population")
+    assert advantages(group) == [pytest.approx(0.707, abs=1e-3), pytest.approx(-0.707, abs=1e-3), 0.0, 0.0]
 
 
 def test_an_episode_alone_in_its_group_has_advantage_zero() -> None:
     alone = TrajectoryGroup([make_trajectory([[1]], reward=5.0), make_trajectory([[1]], failed=True)])
     assert advantages(alone) == [0.0, 0.0]
-    assert advantages(alone, normalise_std=False) == [0.0, 0.0]
+    assert advantages(alone, group_std="none") == [0.0, 0.0]
     assert advantages(TrajectoryGroup([])) == []
 
 
@@ -82,7 +84,7 @@ def test_a_timeline_without_a_reward_gets_that_of_its_episode() -> None:
     trajectory = make_trajectory([[1, 2, 3], [4], [5]], rewards=[1.0, 0.0, None])
     for name in ("per_branch", "discounted"):
         credit = CreditPolicy(name)  # type: ignore[arg-type]
-        rows = token_advantages(trajectory, ZERO_MEAN, credit, normalise_std=False)
+        rows = token_advantages(trajectory, ZERO_MEAN, credit)
         assert [float(row[0]) for row in rows] == [1.0, 0.0, 0.75]
 
 
@@ -93,6 +95,59 @@ def test_an_episode_without_a_finite_reward_is_refused(reward: float | None) -> 
         group_statistics(group)
 
 
+def group_of(rewards: list[float | None]) -> TrajectoryGroup:
+    """Returns a group of episodes; those without a reward have failed."""
+    return TrajectoryGroup(
+        [make_trajectory([[1]], reward=reward, failed=reward is None) for reward in rewards]
+    )
+
+
+REWARDS = st.lists(st.none() | st.floats(-100, 100), min_size=2, max_size=8).filter(
+    lambda rewards: sum(reward is not None for reward in rewards) >= 2
+)
+
+
+@given(REWARDS)
+def test_default_advantages_are_those_of_trl(rewards: list[float | None]) -> None:
+    # TRL 1.16: failed rows are NaN, excluded from mean and sample deviation, and get advantage 0.
+    values = np.array([math.nan if reward is None else reward for reward in rewards])
+    expected = (values - np.nanmean(values)) / (np.nanstd(values, ddof=1) + 1e-4)
+    assert advantages(group_of(rewards)) == pytest.approx(np.nan_to_num(expected).tolist(), abs=1e-4)
+
+
+@given(REWARDS, st.sampled_from(["sample", "population", "none"]))
+def test_advantages_divide_by_the_deviation_that_is_named(
+    rewards: list[float | None], group_std: GroupStd
+) -> None:
+    values = np.array([reward for reward in rewards if reward is not None])
+    std = values.std(ddof=0 if group_std == "population" else 1)
+    divisor = 1.0 if group_std == "none" or std <= 1e-8 else std + 1e-4
+    statistics = group_statistics(group_of(rewards), group_std=group_std)
+    assert statistics.std == pytest.approx(std, abs=1e-9)
+    for reward in values:
+        assert statistics.advantage(reward) == pytest.approx((reward - values.mean()) / divisor, abs=1e-6)
+
+
+def test_four_rewards_give_smaller_advantages_than_with_the_deviation_of_a_population() -> None:
+    group = group_of([1.0, 0.0, 0.0, 0.0])
+    sample, population = advantages(group)[0], advantages(group, group_std="population")[0]
+    assert (sample, population) == (pytest.approx(0.75 / 0.5001), pytest.approx(0.75 / (0.1875**0.5 + 1e-4)))
+    assert population / sample == pytest.approx(1.155, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", [True, False, "std", "", None])
+def test_an_unknown_deviation_is_refused(name: object) -> None:
+    with pytest.raises(ExportError, match=r"group_std: got .*, expected one of sample, population, none"):
+        group_statistics(group_of([1.0, 0.0]), group_std=name)  # type: ignore[arg-type]
+
+
+def test_equal_rewards_that_have_no_exact_mean_are_equal() -> None:
+    statistics = group_statistics(group_of([0.1] * 3))
+    assert statistics.has_equal_rewards
+    assert statistics.scale == 1
+    assert not group_statistics(group_of([0.1, 0.1, 0.1001])).has_equal_rewards
+
+
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=8), st.floats(-50, 50))
 def test_advantages_sum_to_zero_and_do_not_depend_on_a_common_reward(
     rewards: list[float], shift: float
@@ -100,10 +155,10 @@ def test_advantages_sum_to_zero_and_do_not_depend_on_a_common_reward(
     plain = advantages(TrajectoryGroup([make_trajectory([[1]], reward=reward) for reward in rewards]))
     shifted = advantages(
         TrajectoryGroup([make_trajectory([[1]], reward=reward + shift) for reward in rewards]),
-        normalise_std=False,
+        group_std="none",
     )
     unscaled = advantages(
-        TrajectoryGroup([make_trajectory([[1]], reward=reward) for reward in rewards]), normalise_std=False
+        TrajectoryGroup([make_trajectory([[1]], reward=reward) for reward in rewards]), group_std="none"
     )
     assert sum(plain) == pytest.approx(0, abs=1e-6)
     assert shifted == pytest.approx(unscaled, abs=1e-9)
@@ -126,7 +181,7 @@ def test_untrained_tokens_have_no_advantage_and_equal_rewards_give_equal_credit(
 ) -> None:
     trajectory = random_trajectory(seed, steps)
     credit = CreditPolicy(name)  # type: ignore[arg-type]
-    rows = token_advantages(trajectory, ZERO_MEAN, credit, normalise_std=False)
+    rows = token_advantages(trajectory, ZERO_MEAN, credit)
     for row, sample in zip(rows, trajectory.samples, strict=True):
         assert (row[sample.response_mask == 0] == 0).all()
         if name == "broadcast":
@@ -141,7 +196,7 @@ def test_discounted_credit_is_the_mean_over_the_leaves_of_the_parent_path(
     seed: int, steps: int, discount: float
 ) -> None:
     trajectory = random_trajectory(seed, steps)
-    rows = token_advantages(trajectory, ZERO_MEAN, CreditPolicy("discounted", discount), normalise_std=False)
+    rows = token_advantages(trajectory, ZERO_MEAN, CreditPolicy("discounted", discount))
     found: dict[int, float] = {}
     rewards: dict[int, list[tuple[float, float]]] = {}
     for row, sample in zip(rows, trajectory.samples, strict=True):
@@ -180,7 +235,7 @@ def commit(
 
 
 def discounted_by_text(trajectory: Trajectory) -> dict[str, float]:
-    rows = token_advantages(trajectory, ZERO_MEAN, CreditPolicy("discounted", 0.5), normalise_std=False)
+    rows = token_advantages(trajectory, ZERO_MEAN, CreditPolicy("discounted", 0.5))
     return {
         ToyCodec().decode(sample.response_ids[answer.start : answer.end]): float(row[answer.start])
         for row, sample in zip(rows, trajectory.samples, strict=True)

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from branchline.export.credit import CreditName, Normaliser
+from branchline.export.credit import CreditName, GroupStd, Normaliser
 
 TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "trajectories.md").read_text()
 
@@ -20,12 +20,12 @@ def test_the_python_of_the_guide_is_one_program(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "2 (3,) 1"
     assert printed[1] == "[(True, 2), (True, 5)]"
-    assert printed[2].startswith("[0.99999")
+    assert printed[2].startswith("[0.70700")
     padded, packed, tree = map(int, printed[-2].split())
     assert padded >= packed > tree
     assert printed[-1] == "2 2"
 
 
-def test_the_tables_name_every_credit_policy_and_normaliser() -> None:
+def test_the_tables_name_every_credit_policy_normaliser_and_group_std() -> None:
     named = set(re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE))
-    assert {*get_args(CreditName), *get_args(Normaliser)} <= named
+    assert {*get_args(CreditName), *get_args(Normaliser), *get_args(GroupStd)} <= named

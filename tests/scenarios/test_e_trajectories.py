@@ -42,7 +42,7 @@ def test_e2_group_statistics_are_by_episode() -> None:
         ]
     )
     assert group_statistics(group).mean == 0.5
-    assert advantages(group, normalise_std=False) == [0.5, -0.5]
+    assert advantages(group, group_std="none") == [0.5, -0.5]
     rows = training_rows([group], normaliser="episode", scale_weights=False)
     assert [float(row.weights.sum()) for row in rows] == [0.5, 0.5, 1.0]
 
@@ -55,7 +55,7 @@ def two_turns_then_branches() -> Session:
 def answer_advantages(trajectory: Trajectory, credit: CreditPolicy) -> dict[str, list[float]]:
     """Returns the advantages of each answer in each sample that trains it. The group's mean is 0."""
     other = make_trajectory([[1]], reward=-(trajectory.episode_reward or 0.0))
-    rows = training_rows([TrajectoryGroup([trajectory, other])], credit=credit, normalise_std=False)
+    rows = training_rows([TrajectoryGroup([trajectory, other])], credit=credit, group_std="none")
     found: dict[str, list[float]] = {}
     for row in rows[: len(trajectory.samples)]:
         for answer in row.sample.answers:
@@ -86,7 +86,7 @@ def test_e4_per_branch_gives_a_shared_prefix_the_mean_of_its_leaves() -> None:
         [TrajectoryGroup([trajectory, other])],
         normaliser="token",
         credit=CreditPolicy("per_branch"),
-        normalise_std=False,
+        group_std="none",
     )
     assert sum(float((row.weights * row.advantages)[0]) for row in rows[:3]) == pytest.approx(3.0)
 
@@ -125,7 +125,7 @@ def test_e4_discounted_adds_the_rewards_of_turns_and_of_tools_in_turns() -> None
 def test_e6_an_unfinished_trajectory_is_masked_and_keeps_its_reward() -> None:
     cut = make_trajectory([[1, 2, 3]], reward=0.5, finished=False)
     group = TrajectoryGroup([cut, make_trajectory([[4]], reward=0.0)])
-    rows = training_rows([group], mask_unfinished=True, normalise_std=False)
+    rows = training_rows([group], mask_unfinished=True, group_std="none")
     assert rows[0].sample.response_mask.tolist() == [0, 0, 0]
     assert rows[0].weights.tolist() == [0, 0, 0]
     assert rows[0].sample.reward == 0.5

@@ -155,7 +155,7 @@ def test_padded_rows_give_the_logprobs_and_the_reinforce_gradients_of_single_row
 def test_dr_grpo_differs_from_grpo_only_in_the_scale_of_advantages() -> None:
     group = random_group(9)
     scaled = training_rows([group], normaliser="token")
-    plain = training_rows([group], normaliser="token", normalise_std=False)
+    plain = training_rows([group], normaliser="token", group_std="none")
     factors = {
         round(float(one / other), 4)
         for row, bare in zip(scaled, plain, strict=True)

@@ -181,7 +181,7 @@ def _config(options: argparse.Namespace) -> TrainerConfig:
         )
     return TrainerConfig(
         # As in the demo: chosen for two CPU cores and half a million weights.
-        normalise_std=False,
+        group_std="none",
         update=UpdateConfig(
             learning_rate=options.learning_rate or _DEMO_LEARNING_RATE,
             schedule="linear",

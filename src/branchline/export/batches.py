@@ -20,6 +20,7 @@ from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats
 from branchline.export.credit import (
     CreditPolicy,
+    GroupStd,
     Normaliser,
     group_statistics,
     token_advantages,
@@ -35,22 +36,21 @@ def training_rows(
     *,
     normaliser: Normaliser = "trajectory",
     credit: CreditPolicy | None = None,
-    normalise_std: bool = True,
+    group_std: GroupStd = "sample",
     mask_unfinished: bool = False,
     scale_weights: bool = True,
 ) -> list[TrainingRow]:
     """Returns a row for each sample of the groups' trajectories; failed trajectories have none.
 
-    `normalise_std=False` gives the advantages of Dr. GRPO. With `mask_unfinished`, trajectories that were cut
-    off train nothing; their rewards still count in their groups. With `scale_weights` the weights have mean 1
-    over the trained tokens.
+    With `mask_unfinished`, trajectories that were cut off train nothing; their rewards still count in their
+    groups. With `scale_weights` the weights have mean 1 over the trained tokens.
     """
     credit = credit or CreditPolicy()
     samples: list[Sample] = []
     weights: list[NDArray[np.float64]] = []
     advantages: list[Floats] = []
     for group in groups:
-        statistics = group_statistics(group)
+        statistics = group_statistics(group, group_std=group_std)
         for trajectory in group:
             if trajectory.failed:
                 continue
@@ -58,7 +58,7 @@ def training_rows(
                 trajectory = replace(trajectory, samples=tuple(map(mask_sample, trajectory.samples)))
             samples += trajectory.samples
             weights += token_weights(trajectory, normaliser)
-            advantages += token_advantages(trajectory, statistics, credit, normalise_std=normalise_std)
+            advantages += token_advantages(trajectory, statistics, credit)
     scale = 1.0
     if scale_weights:
         total = sum(float(values.sum()) for values in weights)

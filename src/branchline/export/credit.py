@@ -23,10 +23,16 @@ from branchline.export.trajectory import Trajectory, TrajectoryGroup
 Normaliser = Literal["token", "trajectory", "episode"]
 """`token`: every trained token weighs alike. `trajectory`: the tokens of a trajectory weigh 1 together, ART's
 rule. `episode`: the tokens of each of a trajectory's k samples weigh 1/k together."""
+GroupStd = Literal["sample", "population", "none"]
+"""What advantages are divided by. `sample`: the standard deviation of the group's rewards as a sample, with
+n − 1 in the denominator, as in TRL and verl. `population`: with n, as in the paper on GRPO. `none`: nothing,
+as in Dr. GRPO."""
 CreditName = Literal["broadcast", "discounted", "per_branch"]
 NO_ANSWER = -1
-_EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it."""
+_EPSILON = 1e-4
+"""Added to a standard deviation before dividing by it; TRL's value."""
+_EQUAL_STD = 1e-8
+"""Rewards with at most this standard deviation are equal."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +57,39 @@ class CreditPolicy:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Mean and standard deviation of the rewards of a group's episodes."""
+    """Mean and standard deviation of the rewards of a group's episodes, and the factor that follows."""
 
     mean: float
     std: float
-    """The population's, as in GRPO."""
+    """The population's for `population`, else the sample's; 0 in a group of one."""
     episodes: int
     """Episodes that did not fail."""
+    group_std: GroupStd = "sample"
 
-    def advantage(self, reward: float, *, normalise_std: bool = True) -> float:
-        """Returns reward − mean, divided by the standard deviation if requested; 0 in a group of one."""
-        return self.scale(normalise_std=normalise_std) * (reward - self.mean)
+    def advantage(self, reward: float) -> float:
+        """Returns (reward − mean) × scale."""
+        return self.scale * (reward - self.mean)
 
-    def scale(self, *, normalise_std: bool = True) -> float:
-        """Returns the factor from rewards to advantages; 0 in a group of one.
+    @property
+    def has_equal_rewards(self) -> bool:
+        return self.std <= _EQUAL_STD
+
+    @property
+    def scale(self) -> float:
+        """The factor from rewards to advantages: 1 / (standard deviation + 1e-4), or 1 for `none`; 0 in a
+        group of one.
 
         Episodes with equal rewards are not scaled: the rewards of their parts may still differ.
         """
         if self.episodes < 2:
             return 0.0
-        return 1 / (self.std + _EPSILON) if normalise_std and self.std > _EPSILON else 1.0
+        return 1.0 if self.group_std == "none" or self.has_equal_rewards else 1 / (self.std + _EPSILON)
 
 
-def group_statistics(group: TrajectoryGroup) -> GroupStatistics:
+def group_statistics(group: TrajectoryGroup, *, group_std: GroupStd = "sample") -> GroupStatistics:
     """Returns the statistics of a group's episodes. Raises ExportError for an episode without a reward."""
+    if group_std not in get_args(GroupStd):
+        raise ExportError(f"group_std: got {group_std!r}, expected one of {', '.join(get_args(GroupStd))}")
     rewards: list[float] = []
     for index, trajectory in enumerate(group):
         if trajectory.failed:
@@ -84,31 +99,26 @@ def group_statistics(group: TrajectoryGroup) -> GroupStatistics:
             name = f"trajectories[{index}]" + (f" ({trajectory.session})" if trajectory.session else "")
             raise ExportError(f"{name}: reward: got {reward}, expected a finite number, or failed=True")
         rewards.append(reward)
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
-    variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards) if rewards else 0.0
-    return GroupStatistics(mean, math.sqrt(variance), len(rewards))
+    count = len(rewards)
+    mean = math.fsum(rewards) / count if rewards else 0.0
+    spread = math.hypot(*(reward - mean for reward in rewards))
+    divisor = count if group_std == "population" else count - 1
+    return GroupStatistics(mean, spread / math.sqrt(divisor) if divisor > 0 else 0.0, count, group_std)
 
 
-def advantages(group: TrajectoryGroup, *, normalise_std: bool = True) -> list[float]:
-    """Returns the group-relative advantage of each trajectory; 0 for a failed one and in a group of one.
-
-    `normalise_std=False` gives those of Dr. GRPO.
-    """
-    statistics = group_statistics(group)
+def advantages(group: TrajectoryGroup, *, group_std: GroupStd = "sample") -> list[float]:
+    """Returns the group-relative advantage of each trajectory; 0 for a failed one and in a group of one."""
+    statistics = group_statistics(group, group_std=group_std)
     return [
         0.0
         if trajectory.failed or trajectory.episode_reward is None
-        else statistics.advantage(trajectory.episode_reward, normalise_std=normalise_std)
+        else statistics.advantage(trajectory.episode_reward)
         for trajectory in group
     ]
 
 
 def token_advantages(
-    trajectory: Trajectory,
-    statistics: GroupStatistics,
-    credit: CreditPolicy,
-    *,
-    normalise_std: bool = True,
+    trajectory: Trajectory, statistics: GroupStatistics, credit: CreditPolicy
 ) -> list[Floats]:
     """Returns the advantage of each response token, for each sample of a trajectory; 0 where nothing is
     trained."""
@@ -116,7 +126,7 @@ def token_advantages(
     if trajectory.failed or not any(sample.trained_tokens for sample in trajectory.samples):
         return rows
     if credit.name == "discounted":
-        by_answer = _discounted_returns(trajectory, statistics, credit.discount, normalise_std)
+        by_answer = _discounted_returns(trajectory, statistics, credit.discount)
         for row, sample in zip(rows, trajectory.samples, strict=True):
             for answer in sample.answers:
                 row[answer.start : answer.end] = by_answer[answer.node]
@@ -126,15 +136,15 @@ def token_advantages(
         if credit.name == "per_branch" and sample.reward is not None:
             reward = sample.reward
         assert reward is not None
-        row[sample.response_mask != 0] = statistics.advantage(reward, normalise_std=normalise_std)
+        row[sample.response_mask != 0] = statistics.advantage(reward)
     return rows
 
 
 def _discounted_returns(
-    trajectory: Trajectory, statistics: GroupStatistics, discount: float, normalise_std: bool
+    trajectory: Trajectory, statistics: GroupStatistics, discount: float
 ) -> Mapping[int, float]:
     """Returns the discounted advantage of each answer."""
-    scale = statistics.scale(normalise_std=normalise_std)
+    scale = statistics.scale
     ends: dict[int, list[tuple[float, float]]] = {}
     own: dict[int, float] = {}
     for index, sample in enumerate(trajectory.samples):

@@ -39,7 +39,7 @@ from branchline.core.errors import BranchlineError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder
 from branchline.engines.hf.scheduler import HfConfig
 from branchline.export.batches import training_rows
-from branchline.export.credit import CreditPolicy, Normaliser, group_statistics
+from branchline.export.credit import CreditPolicy, GroupStd, Normaliser, group_statistics
 from branchline.export.packing import TrainingRow
 from branchline.export.samples import ExportPolicy
 from branchline.gateway.server import Gateway
@@ -74,8 +74,8 @@ class TrainerConfig:
     update: UpdateConfig = field(default_factory=UpdateConfig)
     normaliser: Normaliser = "trajectory"
     credit: CreditPolicy = field(default_factory=CreditPolicy)
-    normalise_std: bool = True
-    """Divide advantages by the standard deviation of their group; False: Dr. GRPO."""
+    group_std: GroupStd = "sample"
+    """What advantages are divided by: the standard deviation of their group, or nothing."""
     export_policy: ExportPolicy | None = None
     """Which outputs are trained, and how shared tokens count; None: the sessions' own policy."""
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -254,7 +254,7 @@ class Trainer(Generic[T]):
         self._is_updating = False
         metrics = {
             "step": float(version),
-            **_episode_metrics(groups),
+            **_episode_metrics(groups, self.config.group_std),
             **_advantage_metrics(rows),
             **updated,
             "num_tokens": float(self._state.num_tokens),
@@ -272,7 +272,7 @@ class Trainer(Generic[T]):
             [group.trajectories for group in groups],
             normaliser=self.config.normaliser,
             credit=self.config.credit,
-            normalise_std=self.config.normalise_std,
+            group_std=self.config.group_std,
         )
 
     def _load(self, folder: Path) -> Any:
@@ -312,8 +312,8 @@ def describe_step(metrics: dict[str, float]) -> str:
     return line
 
 
-def _episode_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    statistics = [group_statistics(group.trajectories) for group in groups]
+def _episode_metrics(groups: Sequence[EpisodeGroup], group_std: GroupStd) -> dict[str, float]:
+    statistics = [group_statistics(group.trajectories, group_std=group_std) for group in groups]
     counted = [entry for entry in statistics if entry.episodes]
     lengths = [length for group in groups for length in group.answer_lengths]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -328,7 +328,9 @@ def _episode_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     return {
         "reward": sum(entry.mean * entry.episodes for entry in counted) / episodes if episodes else 0.0,
         "reward_std": sum(entry.std for entry in counted) / len(counted) if counted else 0.0,
-        "frac_reward_zero_std": sum(not entry.std for entry in counted) / len(counted) if counted else 0.0,
+        "frac_reward_zero_std": sum(entry.has_equal_rewards for entry in counted) / len(counted)
+        if counted
+        else 0.0,
         "completions/mean_length": sum(lengths) / len(lengths) if lengths else 0.0,
         "completions/clipped_ratio": sum(group.truncated_answers for group in groups) / max(1, len(lengths)),
         "episodes": float(len(trajectories)),

@@ -92,7 +92,7 @@ def demo_config(settings: DemoSettings) -> TrainerConfig:
         seed=settings.seed,
         # Dividing by a group's deviation would weigh lucky guesses most, and a higher learning rate loses
         # skills of the warm start to the noise of the first steps.
-        normalise_std=False,
+        group_std="none",
         # Small batches: the cost of dense attention grows with the square of a batch's tokens.
         update=UpdateConfig(learning_rate=5e-4, schedule="linear", max_batch_tokens=384),
         engine=HfConfig(logprob_kind="processed", prefill_tokens=2048),
