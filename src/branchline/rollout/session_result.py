@@ -24,6 +24,7 @@ from branchline.export.rewards import PART_KEYS
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.views import message_view
 from branchline.loop.timeouts import describe_error
+from branchline.rollout.connection_faults import is_connection_fault
 from branchline.rollout.tasks import RolloutTask
 from branchline.runtime.managed_session import SessionState
 
@@ -40,7 +41,7 @@ class EndCause(StrEnum):
     EXIT_CODE = "exit_code"
     """The agent's command ended with another code than 0."""
     CONNECTION = "connection"
-    """The agent could not reach the gateway, or another server."""
+    """The agent could not reach the gateway, or another server, or got nothing from it in time."""
     NO_REWARD = "no_reward"
     REWARD_ERROR = "reward_error"
     """The reward function raised, or its value is no reward."""
@@ -91,8 +92,8 @@ class SessionEnd:
         text = describe_error(error)
         name = type(error).__name__
         text = text if text.startswith(name) else f"{name}: {text}"
-        is_lost = isinstance(error, ConnectionError) or "Connect" in name
-        return cls(EndCause.CONNECTION if is_lost else EndCause.RUNNER_ERROR, text[:_MAX_ERROR_CHARS])
+        cause = EndCause.CONNECTION if is_connection_fault(error) else EndCause.RUNNER_ERROR
+        return cls(cause, text[:_MAX_ERROR_CHARS])
 
     @classmethod
     def from_state(cls, state: SessionState, reason: str) -> SessionEnd:

@@ -71,7 +71,8 @@ class SessionRunner:
             try:
                 return await runner.run(job.task, session)
             except TimeoutError as error:  # the agent's own
-                raise RunnerError(EndCause.RUNNER_ERROR, f"TimeoutError: {error}") from error
+                own = SessionEnd.from_error(error)
+                raise RunnerError(own.cause or EndCause.RUNNER_ERROR, own.error) from error
 
         try:
             reward = await with_timeout(run(), self._timeout_s, _GRACE_S)
