@@ -66,7 +66,7 @@ async def run_tasks(
 
     async def judge(messages: Any) -> str:
         failpoint.reach("scoring")
-        return "[0.25, 0.75]"
+        return '{"1": 0.25, "2": 0.75}'
 
     def rule(request: ScriptedRequest) -> str:
         return f"answer to {request.last_line}"

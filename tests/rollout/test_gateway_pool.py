@@ -240,7 +240,7 @@ def test_bad_rewards_a_judge_and_staleness_work_as_with_one_gateway() -> None:
             return {"0": float("nan"), "1": "good", "2": np.float32(0.5)}.get(task["id"], 1)
 
         async def judge(messages: Any) -> str:
-            return "[0.25, 0.75]"
+            return '{"1": 0.25, "2": 0.75}'
 
         async with two_gateways() as (pool, _):
             stats = await Rollout(pool, agent, reward=reward).run(TASKS)

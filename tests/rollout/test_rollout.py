@@ -369,8 +369,10 @@ def test_a_judge_that_returns_nonsense_fails_its_sessions_and_no_others() -> Non
             if "question 1" in text:
                 return "I would say they are all quite good."
             if "question 2" in text:
-                return '{"scores": [{"trajectory_id": "1", "score": 0.75}]}'
-            return "[0.5]"
+                return (
+                    '{"scores": [{"trajectory_id": "1", "score": 0.75}, {"trajectory_id": "2", "score": 8}]}'
+                )
+            return '{"1": 0.5}'
 
         async def answer(task: Mapping[str, Any], session: Any) -> None:
             await ask(session, f"{task['prompt']} {session.id}" if task["id"] == "2" else task["prompt"])
@@ -381,6 +383,13 @@ def test_a_judge_that_returns_nonsense_fails_its_sessions_and_no_others() -> Non
         # Both sessions of task 3 are equal, so one score is for both.
         assert stats.prompts == {"0": "failure", "1": "failure", "2": "finished", "3": "finished"}
         assert (stats.finished, stats.failed) == (3, 5)
-        assert stats.failure_reasons == {"judge_error: the judge gave no score": 5}
+        expected = "expected one JSON object with a score from 0 to 1 for each trajectory (asked 2 times)"
+        said = "I would say they are all quite good."
+        assert stats.failure_reasons == {
+            "judge_error: TimeoutError: busy (asked 2 times)": 2,
+            f"judge_error: got {said!r}, {expected}": 2,
+            "judge_error: score: got 8, expected a number from 0 to 1 (asked 2 times)": 1,
+        }
+        assert sorted(stats.rewards) == [0.5, 0.5, 0.75]
 
     run(test)

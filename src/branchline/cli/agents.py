@@ -116,7 +116,8 @@ def build_reward(options: argparse.Namespace) -> RewardFunction | VerifierComman
 
 
 def build_judge(options: argparse.Namespace) -> RelativeJudge | None:
-    from branchline.rollout.judge import DEFAULT_RUBRIC, ChatEndpoint, RelativeJudge
+    from branchline.rollout.judge import ChatEndpoint, RelativeJudge
+    from branchline.rollout.judge_prompt import DEFAULT_RUBRIC
 
     if not options.judge_url:
         if options.judge_model or options.judge_rubric:

@@ -25,7 +25,7 @@ from branchline.core.errors import InputError, SessionError
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
-from branchline.rollout.judge import RelativeJudge
+from branchline.rollout.judge import Judge, judge_group
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import Runner, RunnerSpec, make_runner, select_runner
 from branchline.rollout.session_gateway import LocalGateway, SessionGateway
@@ -120,7 +120,7 @@ class Rollout:
         runners: RunnerSpec | Mapping[str, RunnerSpec],
         *,
         reward: RewardFunction | VerifierCommand | None = None,
-        judge: RelativeJudge | None = None,
+        judge: Judge | None = None,
         sinks: Sequence[Sink] = (),
         config: RolloutConfig | None = None,
         resume: bool = False,
@@ -328,19 +328,20 @@ class Rollout:
             for other in self._groups:
                 other.stop(EndCause.EARLY_STOP)
 
-    async def _judge_group(self, group: _TaskSessions, judge: RelativeJudge) -> None:
+    async def _judge_group(self, group: _TaskSessions, judge: Judge) -> None:
         jobs, ends = group.completed[:], [SessionEnd()] * len(group.completed)
         trajectories: list[Trajectory] = []
         for index, job in enumerate(jobs):
             trajectory, _, ends[index] = await self._sessions.read(job)
             trajectories.append(trajectory)
         valid = [index for index, end in enumerate(ends) if end.cause is None]
-        scores = await judge.score_group(group.task.row, [trajectories[index] for index in valid])
-        for index, score in zip(valid, scores, strict=True):
-            if score is None:
-                ends[index] = SessionEnd(EndCause.JUDGE_ERROR, "the judge gave no score")
+        judged = [trajectories[index] for index in valid]
+        judgements = await judge_group(judge, group.task.row, judged, self.config.reward_timeout_s)
+        for index, judgement in zip(valid, judgements, strict=True):
+            if judgement.score is None:
+                ends[index] = SessionEnd(EndCause.JUDGE_ERROR, judgement.problem)
             else:
-                reward = {"score": score, "source": "judge"}
+                reward = {"score": judgement.score, "source": "judge"}
                 ends[index] = await self._sessions.post_reward(jobs[index], reward)
         for job, end in zip(jobs, ends, strict=True):
             group.completed.remove(job)
