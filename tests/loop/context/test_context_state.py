@@ -26,10 +26,10 @@ def test_undo_and_redo_are_those_of_an_editor(operations: list[str | int]) -> No
     undone: list[set[int]] = []
     for operation in operations:
         if operation == "undo" and done:
-            assert set(context.undo()) == done[-1]
+            assert set(context.undo().changed) == done[-1]
             undone.append(done.pop())
         elif operation == "redo" and undone:
-            assert set(context.redo()) == undone[-1]
+            assert set(context.redo().changed) == undone[-1]
             done.append(undone.pop())
         elif isinstance(operation, int) and not any(operation in one for one in done):
             assert context.delete(HISTORY, [operation]) == (operation,)
@@ -56,7 +56,7 @@ def test_a_deletion_with_one_bad_id_deletes_nothing() -> None:
 
 def test_summarised_messages_cannot_be_deleted() -> None:
     context = ContextState(compactions=[ContextEdit((1, 2), "They agreed.")])
-    with pytest.raises(InputError, match="2 has been deleted already"):
+    with pytest.raises(InputError, match="2 was replaced when the context was compacted"):
         context.delete(HISTORY, [2])
 
 

@@ -7,8 +7,8 @@ which as stubs, follows from the edits alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,7 @@ from branchline.core.context_edits import (
     ContextView,
     build_view,
     read_result_fields,
+    stub_message,
 )
 from branchline.core.errors import InputError
 from branchline.core.message import Message
@@ -41,6 +42,15 @@ class IndexConfig(msgspec.Struct, frozen=True):
     file_name: str
     chunk_size: int
     overlap: int
+
+
+class EditEffect(NamedTuple):
+    """What an undo or a redo did."""
+
+    changed: tuple[int, ...]
+    """The messages that the model is shown otherwise now."""
+    compacted: tuple[int, ...]
+    """Messages of the same deletion that a compaction replaced since; they are shown as before."""
 
 
 class ContextState(msgspec.Struct):
@@ -69,6 +79,11 @@ class ContextState(msgspec.Struct):
     def view(self, history: Sequence[Message]) -> ContextView:
         return build_view(history, self.edits)
 
+    @property
+    def compacted_ids(self) -> set[int]:
+        """The messages that compactions replaced; an undo does not bring them back."""
+        return {message_id for edit in self.compactions for message_id in edit.message_ids}
+
     def delete(self, history: Sequence[Message], message_ids: Sequence[int]) -> tuple[int, ...]:
         """Deletes messages of the history; returns their ids in order.
 
@@ -78,18 +93,25 @@ class ContextState(msgspec.Struct):
         wanted = tuple(sorted(set(message_ids)))
         if not wanted:
             raise InputError("message_ids: got none, expected the ids of messages to delete")
-        deleted = {index for edit in self.edits for index in edit.message_ids}
+        deleted = {message_id for edit in self.deletions for message_id in edit.message_ids}
+        compacted = self.compacted_ids
         for message_id in wanted:
             if not 0 <= message_id < len(history):
                 raise InputError(f"message_ids: got {message_id}, expected ids from 0 to {len(history) - 1}")
-            role = history[message_id].role
-            if role not in ("assistant", "tool"):
+            message = history[message_id]
+            if message.role not in ("assistant", "tool"):
                 raise InputError(
-                    f"message_ids: {message_id} is a {role} message, expected one of an assistant or a tool"
+                    f"message_ids: {message_id} is a {message.role} message, "
+                    "expected one of an assistant or a tool"
                 )
-            if message_id in deleted:
+            if message_id in deleted or stub_message(message) == message:
                 raise InputError(
                     f"message_ids: {message_id} has been deleted already, expected another message"
+                )
+            if message_id in compacted:
+                raise InputError(
+                    f"message_ids: {message_id} was replaced when the context was compacted, "
+                    "expected another message"
                 )
             if message_id == len(history) - 1:
                 raise InputError(
@@ -99,19 +121,17 @@ class ContextState(msgspec.Struct):
         self.undone.clear()
         return wanted
 
-    def undo(self) -> tuple[int, ...]:
-        """Restores the messages of the last deletion; returns their ids."""
-        if not self.deletions:
-            raise InputError("nothing to undo: no deletion is in effect")
-        self.undone.append(self.deletions.pop())
-        return self.undone[-1].message_ids
+    def undo(self) -> EditEffect:
+        """Restores the messages of the last deletion that can be undone.
 
-    def redo(self) -> tuple[int, ...]:
-        """Deletes the messages of the last deletion that was undone again; returns their ids."""
-        if not self.undone:
-            raise InputError("nothing to redo: no deletion was undone since the last one")
-        self.deletions.append(self.undone.pop())
-        return self.deletions[-1].message_ids
+        A message that was compacted since stays replaced. Raises InputError, and changes nothing, if that
+        holds for all deleted messages.
+        """
+        return _move_last_effective(self.deletions, self.undone, self.compacted_ids, "undo", "deleted")
+
+    def redo(self) -> EditEffect:
+        """Deletes the messages of the last deletion that was undone again; otherwise the same as `undo`."""
+        return _move_last_effective(self.undone, self.deletions, self.compacted_ids, "redo", "restored")
 
     def add_note(self, key: str, summary: str, content: str) -> None:
         if not key:
@@ -131,14 +151,49 @@ class ContextState(msgspec.Struct):
     ) -> None:
         note = self.find_note(key)
         if mode == "delete":
+            if content is not None or summary is not None:
+                raise InputError("mode: got delete with a content or a summary, expected neither with it")
             del self.notes[key]
             return
         if content is None and summary is None:
             raise InputError(f"content: got none, expected a content or a summary to {mode}")
-        if content is not None:
-            note.content = f"{note.content}\n{content}" if mode == "append" else content
-        if summary is not None:
-            note.summary = summary
+        if mode == "append":
+            content = f"{note.content}\n{content}" if content else None
+        changed = Note(
+            note.summary if summary is None else summary, note.content if content is None else content
+        )
+        if changed == note:
+            raise InputError(f"key: {key!r} has this content and summary already, nothing was changed")
+        self.notes[key] = changed
+
+    def finish(self, answer: str) -> None:
+        if self.final_answer is not None:
+            raise InputError(f"answer: the final answer is {self.final_answer!r} already, expected one only")
+        self.final_answer = answer
+
+
+def _move_last_effective(
+    source: list[ContextEdit],
+    target: list[ContextEdit],
+    compacted: Collection[int],
+    verb: str,
+    done: str,
+) -> EditEffect:
+    """Moves the last edit whose messages are not all compacted from one list to the other."""
+    for index in reversed(range(len(source))):
+        edit = source[index]
+        changed = tuple([one for one in edit.message_ids if one not in compacted])
+        if changed:
+            target.append(source.pop(index))
+            return EditEffect(changed, tuple([one for one in edit.message_ids if one in compacted]))
+    if source:
+        ids = sorted({message_id for edit in source for message_id in edit.message_ids})
+        raise InputError(
+            f"nothing to {verb}: the messages {ids} were {done} and then replaced when the context was "
+            "compacted, which cannot be undone"
+        )
+    none = "no deletion is in effect" if verb == "undo" else "no deletion was undone since the last one"
+    raise InputError(f"nothing to {verb}: {none}")
 
 
 def label_result(result: ToolResult, message_id: int, invoking_id: int) -> Message:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from branchline.core.errors import InputError
-from branchline.loop.context.context_state import ContextState, IndexConfig
+from branchline.loop.context.context_state import ContextState, EditEffect, IndexConfig
 from branchline.loop.context.documents import DocumentIndex, open_index
 from branchline.loop.model import Model
 from branchline.loop.state import LoopState
@@ -169,7 +169,7 @@ class ContextWorkspace:
         if "msg_id" in arguments:
             message_ids.append(arguments["msg_id"])
         deleted = self.context.delete(self._state.messages, message_ids)
-        return self._edit_result("deleted", deleted)
+        return self._edit_result("deleted", EditEffect(deleted, ()))
 
     async def undo(self, arguments: Arguments) -> dict[str, Any]:
         return self._edit_result("restored", self.context.undo())
@@ -177,18 +177,20 @@ class ContextWorkspace:
     async def redo(self, arguments: Arguments) -> dict[str, Any]:
         return self._edit_result("deleted", self.context.redo())
 
-    def _edit_result(self, verb: str, message_ids: tuple[int, ...]) -> dict[str, Any]:
+    def _edit_result(self, verb: str, effect: EditEffect) -> dict[str, Any]:
         """Ids and roles: single values for one message, lists for several."""
+        message_ids = effect.changed
         roles: list[str] = [self._state.messages[message_id].role for message_id in message_ids]
         is_single = len(message_ids) == 1
-        return {
+        result = {
             "status": "success",
             f"{verb}_msg_id": message_ids[0] if is_single else message_ids,
             f"{verb}_role": roles[0] if is_single else roles,
         }
+        return {**result, "compacted_msg_ids": effect.compacted} if effect.compacted else result
 
     async def finish(self, arguments: Arguments) -> dict[str, Any]:
-        self.context.final_answer = arguments["answer"]
+        self.context.finish(arguments["answer"])
         return {"final_answer": arguments["answer"]}
 
 
