@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,10 +147,18 @@ def test_dropping_duplicates_trains_equal_answers_once() -> None:
     assert CODEC.decode(export.samples[0].response_ids).endswith("end")
 
 
-@pytest.mark.parametrize("limits", [{"max_tokens": -1}, {"max_samples": 0}])
-def test_an_invalid_limit_is_rejected(limits: dict[str, int]) -> None:
-    with pytest.raises(ExportError, match="expected at least"):
-        ExportPolicy(**limits)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens", [-1, True, 1.0, "1", float("nan")]),
+        ("max_samples", [0, -1, True, 1.5, "1", float("nan")]),
+        ("missing_logprob", [True, "0", float("nan"), float("inf"), float("-inf")]),
+    ],
+)
+def test_an_invalid_number_is_rejected(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ExportError, match=f"{name}: got {value!r}, expected a .*, or None"):
+            ExportPolicy(**{name: value})
 
 
 def test_a_sample_is_not_cut_inside_a_message_with_an_image() -> None:

@@ -86,7 +86,7 @@ def test_the_export_policy_is_the_query(query: str, trained: list[int] | None) -
     [
         ("share=first", "share"),
         ("shares=half", "shares: got 'half', expected one of split, first, all"),
-        ("max_samples=0", "max_samples: got 0, expected at least 1"),
+        ("max_samples=0", "max_samples: got 0, expected a whole number of 1 or more, or None"),
         ("max_samples=x", "max_samples: got 'x', expected a whole number"),
         ("max_samples=1&max_samples=2", "max_samples: got ['1', '2'], expected one value"),
         ("drop=nothing", "drop: got 'nothing', expected one of"),

@@ -341,6 +341,9 @@ class ReplyRecorder:
     async def samples(self, **options: Any) -> Any:
         return await self._model.samples(**options)
 
+    async def export(self, **options: Any) -> Any:
+        return await self._model.export(**options)
+
 
 @dataclass
 class LoopHarness:

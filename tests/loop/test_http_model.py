@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from email.utils import formatdate
 from typing import Any
 
+import msgspec
 import pytest
 
 from branchline import ToyCodec, timelines_of
@@ -24,8 +25,10 @@ from branchline.core.errors import (
     SessionError,
 )
 from branchline.core.message import Message, ToolCall
+from branchline.core.sample import ExportReport
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.upstream_chat import UpstreamChat
+from branchline.export.jsonl import report_to_json
 from branchline.gateway.config import GatewayConfig
 from branchline.loop.agents import AgentContext, run_agent
 from branchline.loop.http_model import HttpModel, Retry
@@ -480,11 +483,12 @@ def test_every_kind_of_request_is_retried() -> None:
     async def test() -> None:
         busy = http_response(429, b"slow down", "retry-after: 0")
         session = b'{"base_url": "http://127.0.0.1:1/v1", "api_key": "a", "control_key": "c"}'
+        report = msgspec.json.encode(report_to_json(ExportReport(0, 0)))
         responses = [
             busy,
             http_response(200, b'{"prompt_tokens": 3}'),
             busy,
-            http_response(200, b'{"samples": []}'),
+            http_response(200, b'{"samples": [], "report": %s}' % report),
         ]
         async with (
             fake_server(*responses, busy, http_response(201, session)) as url,

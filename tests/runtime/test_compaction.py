@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from branchline.chat.toy import ToyCodec
 from branchline.core.call import Request
 from branchline.core.context_edits import DELETED_CONTENT, ContextEdit, build_view, is_deletion_stub
-from branchline.core.errors import ContextLengthError, InputError
+from branchline.core.errors import CompactionError, ContextLengthError, InputError
 from branchline.core.message import Message, ToolCall
 from branchline.engines.base import SamplingParams
 from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
@@ -112,7 +112,7 @@ def test_a_plan_that_cannot_be_applied_is_refused(compaction: Compaction, proble
         def plan(self, messages: object, tokens: object, excess: int) -> Compaction:
             return compaction
 
-    with pytest.raises(InputError, match=problem):
+    with pytest.raises(CompactionError, match=problem):
         plan_edit(Broken(), build_view(conversation(2), []), None, 1)
 
 

@@ -19,6 +19,7 @@
     ├── ToolError               a tool could not be set up, or its server is not reachable
     │   └── ToolUnavailableError  a tool's server is gone; the trajectory ends and is not trained
     ├── InteractionError        an interaction could not start, respond or score
+    ├── CompactionError         a compaction policy raised, or its plan cannot be applied
     ├── JournalError            the journal could not be opened, written or read
     ├── SinkError               the results of a rollout could not be written
     ├── MissingExtraError       a package of an optional extra is not installed (also an ImportError)
@@ -195,6 +196,19 @@ class InteractionError(BranchlineError):
         super().__init__(f"interaction {interaction!r}: {action}: {problem}")
         self.interaction = interaction
         self.action = action
+        self.problem = problem
+
+
+class CompactionError(BranchlineError):
+    """A compaction policy raised, or returned what cannot be applied to the conversation.
+
+    >>> str(CompactionError("DropOldest", "positions: got (7,), expected positions of 6 messages"))
+    "compaction policy 'DropOldest': positions: got (7,), expected positions of 6 messages"
+    """
+
+    def __init__(self, policy: str, problem: str) -> None:
+        super().__init__(f"compaction policy {policy!r}: {problem}")
+        self.policy = policy
         self.problem = problem
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from branchline.core.sample import ExportReport, Sample
+from branchline.core.sample import DroppedTokens, ExportReport, Sample
 from branchline.core.token_arrays import Floats
 from branchline.export.columns import ARRAY_TYPES, SAMPLE_COLUMNS, Column, make_sample, struct_values
 
@@ -73,6 +73,11 @@ def report_to_json(report: ExportReport) -> dict[str, Any]:
             for dropped in report.dropped
         ],
     }
+
+
+def report_from_json(raw: Mapping[str, Any]) -> ExportReport:
+    """Returns the report that `report_to_json` wrote."""
+    return ExportReport(**{**raw, "dropped": tuple([DroppedTokens(**entry) for entry in raw["dropped"]])})
 
 
 def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from branchline.core.errors import ExportError, MissingLogprobsError
+from branchline.core.errors import ExportError, InputError, MissingLogprobsError
+from branchline.core.option_checks import check_count, check_number
 from branchline.core.sample import (
     AnswerSpan,
     DroppedTokens,
@@ -72,11 +73,15 @@ class ExportPolicy:
         ):
             if choice not in choices:
                 raise ExportError(f"{name}: got {choice!r}, expected one of {', '.join(map(str, choices))}")
-        if self.missing_logprob is not None and not np.isfinite(self.missing_logprob):
-            raise ExportError(f"missing_logprob: got {self.missing_logprob}, expected a finite number")
-        for name, value, least in (("max_samples", self.max_samples, 1), ("max_tokens", self.max_tokens, 0)):
-            if value is not None and value < least:
-                raise ExportError(f"{name}: got {value}, expected at least {least}, or None for no limit")
+        try:
+            if self.missing_logprob is not None:
+                check_number("missing_logprob", self.missing_logprob)
+            if self.max_samples is not None:
+                check_count("max_samples", self.max_samples, 1)
+            if self.max_tokens is not None:
+                check_count("max_tokens", self.max_tokens, 0)
+        except InputError as error:
+            raise ExportError(f"{error}, or None") from error
 
 
 @dataclass(frozen=True)

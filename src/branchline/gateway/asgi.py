@@ -21,6 +21,7 @@ import msgspec
 from branchline.core.errors import (
     BranchlineError,
     CodecError,
+    CompactionError,
     ContextLengthError,
     EngineBusyError,
     EngineError,
@@ -94,6 +95,9 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
         status = 409
     elif isinstance(error, JournalError):
         status = 503
+    elif isinstance(error, CompactionError):
+        # The same conversation would fail again.
+        status, code, headers = 500, "compaction_failed", {"x-should-retry": "false"}
     elif isinstance(error, EngineBusyError):
         status = 503 if error.is_overloaded else 429
         # A 503 without Retry-After is one of the journal.

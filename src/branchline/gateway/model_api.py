@@ -18,7 +18,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from branchline.core.call import DEFAULT_AGENT
-from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
+from branchline.core.errors import (
+    BranchlineError,
+    CompactionError,
+    EngineError,
+    JournalError,
+    MessageError,
+    SessionError,
+)
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.access import AccessControl
 from branchline.gateway.asgi import (
@@ -370,7 +377,9 @@ class ModelApi:
             yield
         except BranchlineError as error:
             record.status, record.failure = to_error_info(error).status, CallFailure.from_error(error)
-            is_failure = isinstance(error, EngineError | JournalError) and record.status >= 500
+            is_failure = (
+                isinstance(error, EngineError | JournalError | CompactionError) and record.status >= 500
+            )
             record.outcome = "failed" if is_failure else "refused"
             raise
         except (ClientDisconnectedError, asyncio.CancelledError):

@@ -28,6 +28,7 @@ from branchline.chat.base import Codec
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.sample import Sample
+from branchline.export.samples import Export
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.context.context_loop import CONTEXT_TOOLS, ContextLoop, ContextOptions
 from branchline.loop.generation import (
@@ -129,22 +130,24 @@ async def tool_agent(state: LoopState, context: AgentContext) -> LoopState:
 async def state_agent(state: LoopState, context: AgentContext) -> LoopState:
     """The whole loop with tools that edit the context, read the task's documents and keep notes.
 
-    Without these tools it is the agent `tool`.
+    Without these tools and without `context_options` it is the agent `tool`.
     """
     names = context_tool_names(state.task)
-    if not names:
+    if not names and context.context_options is None:
         return await tool_agent(state, context)
-    # Only this agent needs the packages that the tools need.
-    from branchline.loop.context.tools import ContextWorkspace, build_context_tools
-
     tools, interaction = select(state.task, context.tools, context.interactions)
     limits = context.limits_for(state.task)
-    workspace = ContextWorkspace(state, context.model, limits)
+    if names:
+        # Only this agent needs the packages that the tools need.
+        from branchline.loop.context.tools import ContextWorkspace, build_context_tools
+
+        workspace = ContextWorkspace(state, context.model, limits)
+        tools = replace(tools, tools=(*tools.tools, *build_context_tools(workspace, names)))
     async with ContextLoop(
         context.model,
         state,
         context_options=context.context_options,
-        tools=replace(tools, tools=(*tools.tools, *build_context_tools(workspace, names))),
+        tools=tools,
         interaction=interaction,
         limits=limits,
         report=context.report,
@@ -324,6 +327,15 @@ class RecordingModel:
         return await self._model.samples(
             include_aborted=include_aborted, keep_calls=keep_calls, policy=policy
         )
+
+    async def export(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> Export:
+        return await self._model.export(include_aborted=include_aborted, keep_calls=keep_calls, policy=policy)
 
 
 def _check_agent(name: str, function: Any) -> None:

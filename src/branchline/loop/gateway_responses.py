@@ -23,9 +23,9 @@ from branchline.core.errors import (
     SessionErrorKind,
 )
 from branchline.core.message import Message, ToolCall, freeform_arguments
-from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats, as_ids
-from branchline.export.jsonl import sample_from_json
+from branchline.export.jsonl import report_from_json, sample_from_json
+from branchline.export.samples import Export
 from branchline.runtime.answer import Answer
 from branchline.runtime.call_record import CallResult
 
@@ -74,11 +74,13 @@ class SamplesJson(Struct):
     """The response of `GET /samples`."""
 
     samples: list[dict[str, Any]]
+    report: dict[str, Any]
 
-    def to_samples(self) -> list[Sample]:
+    def to_export(self) -> Export:
         payloads: dict[str, bytes] = {}
         try:
-            return [sample_from_json(raw, payloads) for raw in self.samples]
+            samples = [sample_from_json(raw, payloads) for raw in self.samples]
+            return Export(samples, report_from_json(self.report))
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise EngineError(f"samples: not a gateway's response: {error!r}") from error
 

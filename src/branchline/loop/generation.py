@@ -53,6 +53,7 @@ async def ask_or_resume(
             if error.kind != "conflict":
                 raise
             # The earlier attempt had another prompt, for example other tools, and cannot be resumed.
+            state.abandoned_calls.append(state.call_name)
             state.call_name = _new_call_name()
             result = await model.ask(messages, tools=tools, params=params, call_name=state.call_name)
     state.call_name = ""

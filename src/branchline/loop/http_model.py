@@ -24,6 +24,7 @@ from branchline.core.reader import write_message
 from branchline.core.sample import Sample
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
 from branchline.engines.error_responses import TOO_MANY_REQUESTS
+from branchline.export.samples import Export
 from branchline.loop.gateway_responses import (
     ResultBuilder,
     SamplesJson,
@@ -153,6 +154,16 @@ class HttpModel:
         keep_calls: Sequence[str] = (),
         policy: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
+        export = await self.export(include_aborted=include_aborted, keep_calls=keep_calls, policy=policy)
+        return export.samples
+
+    async def export(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> Export:
         params = [("keep_call", call_id) for call_id in keep_calls]
         if include_aborted:
             params.append(("include_aborted", "true"))
@@ -161,7 +172,7 @@ class HttpModel:
             is_list = isinstance(value, set | frozenset | list | tuple)
             params += [(name, _query_text(one)) for one in (value or ("",) if is_list else (value,))]
         path = f"/samples?{urlencode(params)}" if params else "/samples"
-        return (await self._control("GET", path, SamplesJson)).to_samples()
+        return (await self._control("GET", path, SamplesJson)).to_export()
 
     # -- the session ---------------------------------------------------------------------------------
 

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 
 from branchline.chat.base import Codec
 from branchline.core.call import DEFAULT_AGENT, Request, ToolList
-from branchline.core.errors import EngineError, JournalError, MessageError, SessionError
+from branchline.core.errors import CompactionError, EngineError, JournalError, MessageError, SessionError
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates_deep
 from branchline.core.sample import Sample
 from branchline.engines.base import Engine
+from branchline.export.samples import Export
 from branchline.runtime.call_lifecycle import prepare_call, run_call
 from branchline.runtime.call_record import (
     CallFailure,
@@ -138,7 +139,18 @@ class Model(Protocol):
         keep_calls: Sequence[str] = (),
         policy: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """The session's training samples so far; those of an aborted session only with `include_aborted`.
+        """The samples of `export`."""
+        ...
+
+    async def export(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> Export:
+        """The session's training samples so far, and the report on every sampled token; the samples of an
+        aborted session only with `include_aborted`.
 
         `keep_calls` are names of calls whose tokens are included although they were cancelled. `policy` has
         the fields of ExportPolicy that differ from the session's, for example `{"max_samples": 4}`.
@@ -208,7 +220,7 @@ class SessionModel:
             record.outcome = "cancelled"
             raise
         except Exception as error:
-            is_failure = isinstance(error, EngineError | JournalError)
+            is_failure = isinstance(error, EngineError | JournalError | CompactionError)
             record.outcome, record.failure = (
                 "failed" if is_failure else "refused",
                 CallFailure.from_error(error),
@@ -234,10 +246,20 @@ class SessionModel:
         keep_calls: Sequence[str] = (),
         policy: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
+        export = await self.export(include_aborted=include_aborted, keep_calls=keep_calls, policy=policy)
+        return export.samples
+
+    async def export(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> Export:
         kept = attempts_of(self.managed, keep_calls)
         changed = replace(self.managed.default_export_policy, **(policy or {}))
         export = partial(self.managed.export, changed, include_aborted=include_aborted, keep_calls=kept)
-        return (await asyncio.to_thread(export)).samples
+        return await asyncio.to_thread(export)
 
     # -- the session ---------------------------------------------------------------------------------
 

@@ -4,22 +4,27 @@ The arrays are those of a sample. A template that strips earlier thinking splits
 samples, in which every sampled token counts once: `outputs` has all of them. The flat fields are those of the
 last, and `is_complete` says whether that is the whole trajectory. The session option `history="verbatim"`
 keeps a trajectory in one growing row.
+
+Whatever limits the samples (`max_tokens`, `max_samples`, an evaluation session): every index lies in its
+sample, and each sampled token is trained by a sample in `outputs` or counted in `left_out`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from branchline.core.message import Media, MediaKind
-from branchline.core.sample import Sample
+from branchline.core.sample import AnswerSpan, DroppedTokens, DropReason, Sample
 from branchline.core.token_arrays import NO_IDS, Floats, Ids, as_ids
+from branchline.export.samples import Export
 from branchline.loop.model import Model
-from branchline.loop.state import LoopState
+from branchline.loop.state import AnswerTokens, LoopState
 from branchline.runtime.call_record import call_name
 
 
@@ -71,23 +76,24 @@ class LoopOutput:
     """All samples of the trajectory. A trainer that reads only the flat fields misses tokens unless
     `is_complete`."""
     is_complete: bool
-    """Whether the flat fields hold all sampled tokens of the trajectory."""
+    """Whether the flat fields hold all sampled tokens of the trajectory; False if any is in `left_out`."""
     partial_tokens: int
     """How many tokens at the end of the flat fields belong to an answer that was cancelled and can be
     resumed."""
     turns: tuple[AssistantTurn, ...]
-    """The answers that samples train, in order."""
+    """The answers that samples train as a whole, in order."""
+    missing_turns: int = 0
+    """Answers of the conversation that no sample trains as a whole, for example cut off by `max_tokens`."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Sampled tokens of the trajectory that no sample in `outputs` trains, by the reason (DropReason)."""
 
     @classmethod
-    def from_samples(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
+    def from_export(cls, state: LoopState, export: Export) -> LoopOutput:
         """The output from those of the session's samples that contain one of the trajectory's calls."""
-        own, interrupted = set(state.call_ids), _interrupted_calls(state)
-        outputs = tuple(
-            sample
-            for sample in samples
-            if not own.isdisjoint(sample.calls)
-            or any(call_name(call_id) in interrupted for call_id in sample.calls)
-        )
+        own, interrupted = _own_calls(state, export), _interrupted_calls(state)
+        outputs = tuple([sample for sample in export.samples if not own.isdisjoint(sample.calls)])
+        turns = _find_turns(state, outputs)
+        left_out = _left_out_tokens(export, own)
         last = outputs[-1] if outputs else None
         return cls(
             prompt_ids=NO_IDS if last is None else last.prompt_ids,
@@ -113,11 +119,11 @@ class LoopOutput:
             },
             multi_modal_data={} if last is None else _media_by_kind(last, state),
             outputs=outputs,
-            is_complete=len(outputs) <= 1,
-            partial_tokens=0
-            if last is None or last.finish_reason != "cancelled"
-            else _last_answer_tokens(last),
-            turns=_find_turns(state, outputs),
+            is_complete=not left_out and _trained_tokens(outputs, own) == _trained_tokens(outputs[-1:], own),
+            partial_tokens=0 if last is None else _partial_tokens(last, interrupted),
+            turns=turns,
+            missing_turns=len(state.answers) - len(turns),
+            left_out=left_out,
         )
 
 
@@ -134,26 +140,73 @@ async def build_output(
     A trajectory that a failure outside the model ended has no samples unless `include_excluded` is set.
     `policy` has fields of ExportPolicy, for example `{"max_samples": 4, "keep": "random"}`.
     """
+    export = await model.export(
+        include_aborted=include_excluded, keep_calls=_interrupted_calls(state), policy=policy
+    )
     if state.is_excluded and not include_excluded:
-        return LoopOutput.from_samples(state, ())
-    interrupted = _interrupted_calls(state)
-    samples = await model.samples(include_aborted=include_excluded, keep_calls=interrupted, policy=policy)
-    return LoopOutput.from_samples(state, samples)
+        export = _without_samples(export)
+    return LoopOutput.from_export(state, export)
+
+
+def _without_samples(export: Export) -> Export:
+    """The export of an excluded trajectory, whose session need not be aborted."""
+    trained: Counter[str] = Counter()
+    for span in _distinct_answers(export.samples):
+        trained[span.call] += span.end - span.start
+    dropped = [DroppedTokens(DropReason.ABORTED, call, count) for call, count in trained.items()]
+    return Export([], replace(export.report, dropped=(*export.report.dropped, *dropped)))
+
+
+def _own_calls(state: LoopState, export: Export) -> set[str]:
+    """The trajectory's calls by id: those that were answered, and all attempts of those that were not."""
+    names = {state.call_name, *state.abandoned_calls} - {""}
+    known = {call for sample in export.samples for call in sample.calls}
+    known.update(dropped.call for dropped in export.report.dropped)
+    return {*state.call_ids, *(call for call in known if call_name(call) in names)}
+
+
+def _left_out_tokens(export: Export, own: Collection[str]) -> dict[str, int]:
+    """The tokens of these calls that the report lists as dropped, by reason."""
+    counts: Counter[str] = Counter()
+    for dropped in export.report.dropped:
+        if dropped.call in own:
+            counts[str(dropped.reason)] += dropped.tokens
+    return dict(counts)
+
+
+def _distinct_answers(samples: Sequence[Sample]) -> list[AnswerSpan]:
+    """The answers that samples train, each once."""
+    return list({(span.call, span.node): span for one in samples for span in one.answers}.values())
+
+
+def _trained_tokens(samples: Sequence[Sample], own: Collection[str]) -> int:
+    return sum([span.end - span.start for span in _distinct_answers(samples) if span.call in own])
 
 
 def _find_turns(state: LoopState, outputs: Sequence[Sample]) -> tuple[AssistantTurn, ...]:
+    """The answers of the conversation, each in the first sample that trains all of its tokens."""
     turns: list[AssistantTurn] = []
     for answer in state.answers:
         for index, sample in enumerate(outputs):
-            start = answer.prompt_tokens - len(sample.prompt_ids)
-            end = start + answer.tokens
-            # A sample that has the call but does not train it shows its tokens as context.
-            if answer.call_id in sample.calls and start >= 0 and sample.response_mask[start:end].all():
+            start = _find_answer(answer, sample)
+            if start is not None:
                 ids = np.concatenate((sample.prompt_ids, sample.response_ids))
                 prompt_ids = as_ids(ids[: answer.prompt_tokens])
-                turns.append(AssistantTurn(answer.call_id, prompt_ids, index, start, end))
+                turns.append(AssistantTurn(answer.call_id, prompt_ids, index, start, start + answer.tokens))
                 break
     return tuple(turns)
+
+
+def _find_answer(answer: AnswerTokens, sample: Sample) -> int | None:
+    """Where a sample trains an answer; None if it shows the answer as context, or not all of it."""
+    start = answer.prompt_tokens - len(sample.prompt_ids)
+    if not answer.tokens:
+        return start if answer.call_id in sample.calls and 0 <= start <= len(sample.response_ids) else None
+    is_whole = any(
+        (span.call, span.start, span.end) == (answer.call_id, start, start + answer.tokens)
+        for span in sample.answers
+    )
+    return start if is_whole else None
 
 
 def _interrupted_calls(state: LoopState) -> list[str]:
@@ -161,10 +214,12 @@ def _interrupted_calls(state: LoopState) -> list[str]:
     return [state.call_name] if state.call_name and not state.is_finished else []
 
 
-def _last_answer_tokens(sample: Sample) -> int:
-    """The number of tokens of the answer that a sample ends with; before it comes context."""
-    context = np.flatnonzero(sample.response_mask == 0)
-    return len(sample.response_ids) - (int(context[-1]) + 1 if len(context) else 0)
+def _partial_tokens(sample: Sample, interrupted: Collection[str]) -> int:
+    """The number of tokens of the interrupted answer that a sample ends with."""
+    last = sample.answers[-1] if sample.answers else None
+    if last is None or call_name(last.call) not in interrupted or last.end != len(sample.response_ids):
+        return 0
+    return last.end - last.start
 
 
 def _media_by_kind(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:

@@ -37,20 +37,22 @@ FaultOperation = Literal[
     "start",
     "respond",
     "score",
+    "compact",
 ]
-_REWARD_FAILURES = ("calc_reward", "unavailable", "start", "respond", "score")
+_REWARD_FAILURES = ("calc_reward", "unavailable", "start", "respond", "score", "compact")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A failure outside the conversation; state and output list it. A tool that is `unavailable` and an
-    interaction that cannot `start` or `respond` end the trajectory, others do not.
+    """A failure outside the conversation; state and output list it. A tool that is `unavailable`, an
+    interaction that cannot `start` or `respond` and a policy that cannot `compact` end the trajectory, others
+    do not.
 
     >>> str(Fault("search", "calc_reward", "no index"))
     'search: calc_reward: no index'
     """
 
     name: str
-    """The tool or interaction."""
+    """The tool, the interaction or the compaction policy."""
     operation: FaultOperation
     """`recreated`: a used instance was replaced by a new one without its state. `repeated`: a call that was
     cancelled while it ran was run again, and its effect may count twice."""
@@ -150,9 +152,11 @@ def copy_containers(value: Any) -> Any:
 
 
 def check_finite(value: Any, name: str) -> float | None:
-    """The value as a float, or None. Raises ValueError if it is infinite or NaN."""
+    """The value as a float, or None. Raises an error if it is a text, infinite or NaN."""
     if value is None:
         return None
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"{name}: got {value!r}, expected a number")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name}: got {value}, expected a finite number")

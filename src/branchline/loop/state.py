@@ -60,9 +60,15 @@ class StopReason(StrEnum):
     """A tool's server is gone."""
     INTERACTION_FAILED = "interaction_failed"
     """The interaction could not be started, or could not respond."""
+    COMPACTION_FAILED = "compaction_failed"
+    """The compaction policy raised, or its plan could not be applied."""
 
 
-EXCLUDED_STOP_REASONS = (StopReason.TOOL_UNAVAILABLE, StopReason.INTERACTION_FAILED)
+EXCLUDED_STOP_REASONS = (
+    StopReason.TOOL_UNAVAILABLE,
+    StopReason.INTERACTION_FAILED,
+    StopReason.COMPACTION_FAILED,
+)
 """Failures outside the model; trajectories that end with them are not training data."""
 
 
@@ -133,6 +139,8 @@ class LoopState(msgspec.Struct, kw_only=True):
     """The name of the call that is running; the same name resumes it."""
     call_ids: list[str] = []
     """Calls that were answered completely."""
+    abandoned_calls: list[str] = []
+    """Names of cancelled calls that could not be resumed, because the conversation was another one."""
     answers: list[AnswerTokens] = []
     """The answers in `messages`, in order."""
     session_id: str = ""

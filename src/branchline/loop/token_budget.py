@@ -20,6 +20,7 @@ from msgspec import structs
 
 from branchline.chat.base import Codec
 from branchline.core.errors import InputError
+from branchline.core.option_checks import check_count
 from branchline.core.token_arrays import Ids
 from branchline.loop.state import LoopState, StopReason
 from branchline.loop.task import KeptPart, LoopLimits, TruncateUnit
@@ -103,8 +104,7 @@ def truncate(
     >>> truncate("abcdefgh", 4, "both", "characters")
     'ab...(truncated)...gh'
     """
-    if limit < 0:
-        raise InputError(f"limit: got {limit}, expected 0 or more")
+    check_count("limit", limit, 0)
     if keep not in _PARTS:
         raise InputError(f"keep: got {keep!r}, expected one of {', '.join(_PARTS)}")
     last = {"head": 0, "tail": limit, "both": limit // 2}[keep]

@@ -9,15 +9,19 @@ stay. What was sampled before stays in the tree: a compaction starts a new branc
         def plan(self, messages, tokens, excess):
             found = [i for i, one in enumerate(messages[:-2]) if one.name == "search"]
             return Compaction(tuple(found)) if found else None
+
+A policy that raises, or whose plan cannot be applied, is a CompactionError.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, get_args
 
 import msgspec
 import xxhash
@@ -31,8 +35,9 @@ from branchline.core.context_edits import (
     is_deletion_stub,
     stub_message,
 )
-from branchline.core.errors import InputError
+from branchline.core.errors import CompactionError, InputError
 from branchline.core.message import Message
+from branchline.core.option_checks import check_count, check_number
 
 SUMMARY_INSTRUCTION = (
     "Summarize the conversation so far for yourself: it will be removed to save space, and you will continue "
@@ -54,21 +59,24 @@ class Compaction:
 
     def check(self, messages: Sequence[Message]) -> None:
         """Raises InputError if the messages cannot be replaced."""
-        if not self.positions or list(self.positions) != sorted(set(self.positions)):
-            raise InputError(f"positions: got {self.positions}, expected distinct positions in order")
-        if self.positions[0] < 0 or self.positions[-1] >= len(messages):
-            raise InputError(
-                f"positions: got {self.positions}, expected positions of {len(messages)} messages"
-            )
-        for position in self.positions:
+        positions: object = self.positions
+        if not isinstance(positions, tuple) or not all(type(position) is int for position in positions):
+            raise InputError(f"positions: got {positions!r}, expected a tuple of whole numbers")
+        if not isinstance(self.summary_instruction, str):
+            raise InputError(f"summary_instruction: got {self.summary_instruction!r}, expected a text")
+        if not positions or list(positions) != sorted(set(positions)):
+            raise InputError(f"positions: got {positions}, expected distinct positions in order")
+        if positions[0] < 0 or positions[-1] >= len(messages):
+            raise InputError(f"positions: got {positions}, expected positions of {len(messages)} messages")
+        for position in positions:
             if messages[position].role not in ("assistant", "tool", "function") and (
                 not self.summary_instruction or messages[position].role != "user"
             ):
                 role = messages[position].role
                 raise InputError(f"positions: {position} is a {role} message, which cannot be replaced")
-        if self.summary_instruction and not _is_range_of_turns(messages, self.positions):
+        if self.summary_instruction and not _is_range_of_turns(messages, positions):
             raise InputError(
-                f"positions: got {self.positions}, expected a range that separates no call from its results"
+                f"positions: got {positions}, expected a range that separates no call from its results"
             )
 
 
@@ -90,6 +98,9 @@ class DropOldest:
     keep_last: int = DEFAULT_KEPT_MESSAGES
     """The latest messages, which are never replaced."""
 
+    def __post_init__(self) -> None:
+        check_count("keep_last", self.keep_last)
+
     def plan(self, messages: Sequence[Message], tokens: Sequence[int], excess: int) -> Compaction | None:
         return _drop_until(messages, _droppable(messages, self.keep_last), tokens, excess)
 
@@ -107,12 +118,20 @@ class DropLeastImportant:
     """Replaces the messages with the lowest scores by stubs."""
 
     score: Callable[[Sequence[Message], int], float] = score_by_overlap
-    """The importance of the message at a position."""
+    """The importance of the message at a position, a finite number."""
     keep_last: int = DEFAULT_KEPT_MESSAGES
+
+    def __post_init__(self) -> None:
+        check_count("keep_last", self.keep_last)
+        if not callable(self.score) or inspect.iscoroutinefunction(self.score):
+            raise InputError(f"score: got {self.score!r}, expected a function of messages and a position")
 
     def plan(self, messages: Sequence[Message], tokens: Sequence[int], excess: int) -> Compaction | None:
         positions = _droppable(messages, self.keep_last)
-        ordered = sorted(positions, key=lambda position: (self.score(messages, position), position))
+        scores = {position: self.score(messages, position) for position in positions}
+        for position, score in scores.items():
+            check_number(f"score of message {position}", score)
+        ordered = sorted(positions, key=lambda position: (scores[position], position))
         return _drop_until(messages, ordered, tokens, excess)
 
 
@@ -122,6 +141,10 @@ class Summarize:
 
     instruction: str = SUMMARY_INSTRUCTION
     keep_last: int = DEFAULT_KEPT_MESSAGES
+
+    def __post_init__(self) -> None:
+        check_count("keep_last", self.keep_last)
+        _check_instruction("instruction", self.instruction)
 
     def plan(self, messages: Sequence[Message], tokens: Sequence[int], excess: int) -> Compaction | None:
         first = _task_end(messages)
@@ -200,13 +223,41 @@ def estimate_tokens(messages: Sequence[Message], codec: Codec | None) -> list[in
     return [len(codec.encode(message_text(message))) for message in messages]
 
 
+def check_policy(name: str, policy: object) -> None:
+    """Raises InputError if a policy can be seen to be none: no instance, or without a usable `plan`."""
+    plan = getattr(policy, "plan", None)
+    if isinstance(policy, type) or not callable(plan):
+        raise InputError(f"{name}: got {policy!r}, expected a policy, an instance with a method plan")
+    if inspect.iscoroutinefunction(plan):
+        raise InputError(f"{name}: got {policy!r} with an async plan, expected a plain method")
+    try:
+        inspect.signature(plan).bind((), (), 0)
+    except TypeError as error:
+        raise InputError(
+            f"{name}: plan of {policy!r}: {error}, expected plan(messages, tokens, excess)"
+        ) from error
+    except ValueError:
+        return  # its signature is not known
+
+
 def plan_edit(
     policy: CompactionPolicy, view: ContextView, codec: Codec | None, excess: int
 ) -> Compaction | None:
-    """What a policy replaces in a view. Raises InputError if its plan is invalid."""
-    compaction = policy.plan(view.messages, estimate_tokens(view.messages, codec), excess)
-    if compaction is not None:
+    """What a policy replaces in a view. Raises CompactionError if it raises or its plan is invalid."""
+    tokens = estimate_tokens(view.messages, codec)
+    try:
+        compaction: object = policy.plan(view.messages, tokens, excess)
+        if compaction is None:
+            return None
+        if not isinstance(compaction, Compaction):
+            raise InputError(f"plan: got {compaction!r}, expected a Compaction or None")
         compaction.check(view.messages)
+    except InputError as error:
+        raise CompactionError(type(policy).__name__, str(error)) from error
+    except Exception as error:
+        # The name and the text, also of an error whose text cannot be read.
+        problem = traceback.format_exception_only(error)[-1].strip()
+        raise CompactionError(type(policy).__name__, problem) from error
     return compaction
 
 
@@ -232,6 +283,11 @@ def build_edit(
     )
 
 
+def _check_instruction(name: str, instruction: object) -> None:
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise InputError(f"{name}: got {instruction!r}, expected a text that asks for a summary")
+
+
 # -- sessions ----------------------------------------------------------------------------------------
 
 
@@ -247,6 +303,14 @@ class CompactionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     summary_instruction: str = SUMMARY_INSTRUCTION
 
     def __post_init__(self) -> None:
+        check_count("compaction.trigger_tokens", self.trigger_tokens)
+        check_count("compaction.keep_last", self.keep_last)
+        _check_instruction("compaction.summary_instruction", self.summary_instruction)
+        if self.policy not in get_args(PolicyName):
+            expected = ", ".join(get_args(PolicyName))
+            raise InputError(f"compaction.policy: got {self.policy!r}, expected one of {expected}")
+        if self.target_tokens is not None:
+            check_count("compaction.target_tokens", self.target_tokens)
         if self.target_tokens is not None and self.target_tokens > self.trigger_tokens:
             raise InputError(
                 f"compaction.target_tokens: got {self.target_tokens}, expected at most trigger_tokens, "

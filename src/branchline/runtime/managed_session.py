@@ -19,6 +19,7 @@ import msgspec
 
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
+from branchline.core.option_checks import check_count
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.export.trajectory import Trajectory
@@ -47,6 +48,11 @@ class SessionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Sampled tokens of all calls together."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("calls", self.calls), ("tokens", self.tokens)):
+            if value is not None:
+                check_count(f"limits.{name}", value)
 
 
 class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -194,7 +194,7 @@ def test_a_session_without_a_call_for_the_summary_ends_the_trajectory() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"response_room": 0}, "response_room: got 0, expected 1 or more"),
+        ({"response_room": 0}, "response_room: got 0, expected a whole number of 1 or more"),
         ({"compaction_target": 0}, "compaction_target: got 0"),
         ({"compaction_target": 1.5}, "compaction_target: got 1.5"),
     ],

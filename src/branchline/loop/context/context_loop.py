@@ -8,6 +8,7 @@ it leaves is the snapshot of the context before the edit: nothing that was sampl
 
 Before each answer the prompt and the room for an answer are compared with the model's length. If they do not
 fit, a compaction policy shortens the view; without one, or if it cannot, the trajectory ends with a penalty.
+A policy that fails ends the trajectory with a fault: that is no failure of the model.
 """
 
 from __future__ import annotations
@@ -19,17 +20,25 @@ from typing import Any
 import msgspec
 
 from branchline.core.context_edits import build_view
-from branchline.core.errors import ContextLengthError, InputError, SessionError
+from branchline.core.errors import CompactionError, ContextLengthError, InputError, SessionError
 from branchline.core.message import Message
+from branchline.core.option_checks import check_count, check_number
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.context.context_state import ContextState, label_result
 from branchline.loop.generation import ask_or_resume, effective_sampling
 from branchline.loop.model import Model
+from branchline.loop.persistence import Fault
 from branchline.loop.state import LoopPhase, LoopState, StopReason
 from branchline.loop.timeouts import run_in_thread
 from branchline.loop.token_budget import reached_limit
 from branchline.loop.tools.base import ToolResult
-from branchline.runtime.compaction import CompactionPolicy, build_edit, plan_edit, summary_prompt
+from branchline.runtime.compaction import (
+    CompactionPolicy,
+    build_edit,
+    check_policy,
+    plan_edit,
+    summary_prompt,
+)
 
 DEFAULT_PENALTY = -1.0
 CONTEXT_TOOLS = (
@@ -65,12 +74,13 @@ class ContextOptions:
     """The part of the model's length to which a compaction reduces the prompt."""
 
     def __post_init__(self) -> None:
-        if self.response_room is not None and self.response_room < 1:
-            raise InputError(f"response_room: got {self.response_room}, expected 1 or more")
-        if not 0 < self.compaction_target <= 1:
-            raise InputError(
-                f"compaction_target: got {self.compaction_target}, expected more than 0 and at most 1"
-            )
+        if self.context_length_penalty is not None:
+            check_number("context_length_penalty", self.context_length_penalty)
+        if self.response_room is not None:
+            check_count("response_room", self.response_room)
+        check_number("compaction_target", self.compaction_target, above=0, most=1)
+        if self.compaction is not None:
+            check_policy("compaction", self.compaction)
 
 
 class ContextLoop(AgentLoop):
@@ -83,6 +93,15 @@ class ContextLoop(AgentLoop):
         self._context_options = context_options or ContextOptions()
         if self._context_options.compaction is not None and self.limits.model_length is None:
             raise InputError("limits.model_length: got None with a compaction policy, expected a length")
+        length = self.limits.model_length
+        if length is not None and self._response_room >= length:
+            source = (
+                "limits.max_new_tokens" if self._context_options.response_room is None else "response_room"
+            )
+            raise InputError(
+                f"{source}: got {self._response_room} tokens for an answer, expected less than "
+                f"limits.model_length, {length}: no prompt fits"
+            )
         if state.context is None:
             state.context = ContextState()
         self._context: ContextState = state.context
@@ -114,6 +133,9 @@ class ContextLoop(AgentLoop):
     async def _generate(self) -> LoopPhase:
         try:
             await self._compact()
+        except CompactionError as error:
+            self.state.add_fault(Fault(error.policy, "compact", error.problem))
+            return self._stop(StopReason.COMPACTION_FAILED, str(error))
         except ContextLengthError:
             # The conversation is too long even to be summarised.
             pass
