@@ -102,7 +102,7 @@ def test_scores_become_numbers_and_extras_plain_data() -> None:
     ("response", "message"),
     [
         (InteractionResponse(True, score=float("nan")), "score: got nan, expected a finite number"),
-        (InteractionResponse(True, score="good"), "could not convert string to float"),  # type: ignore[arg-type]
+        (InteractionResponse(True, score="good"), "score: got .good., expected a number"),  # type: ignore[arg-type]
         (InteractionResponse(True, None), "content: got None, expected a text"),  # type: ignore[arg-type]
         (InteractionResponse(True, extras=[1]), "extras: got list, expected an object"),  # type: ignore[arg-type]
         (

@@ -59,6 +59,7 @@ def full_state() -> LoopState:
         metrics=LoopMetrics(1.0, 2.0, 3.0, 4, 5, True),
         call_name="chatcmpl-1",
         call_ids=["chatcmpl-0"],
+        abandoned_calls=["chatcmpl-2"],
         answers=[AnswerTokens("chatcmpl-0", 5, 4)],
         context=ContextState(
             deletions=[ContextEdit((1,))],

@@ -198,7 +198,7 @@ def test_a_text_that_the_tokenizer_changes_is_truncated_as_decoded() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"limit": -1}, "limit: got -1, expected 0 or more"),
+        ({"limit": -1}, "limit: got -1, expected a whole number of 0 or more"),
         ({"keep": "top"}, "keep: got 'top', expected one of head, tail, both"),
         ({"unit": "words"}, "unit: got 'words', expected tokens or characters"),
         ({"unit": "tokens"}, "expected encode and decode with it"),
