@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from branchline.cli.main import main
+from branchline.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--agent", "examples.rollout.script_agent:run", "--reward", "examples.rollout.records:score"]
@@ -28,7 +29,9 @@ def test_it_trains_the_demos_model_and_continues(
     assert outcome["sampled_tokens"] == outcome["delivered_tokens"] > 0
     assert main([*run, "--steps", "2"]) == 2
     assert "has a run" in capsys.readouterr().err
-    assert main([*run, "--steps", "2", "--resume"]) == 0
+    assert main([*run, "--steps", "2", "--resume", "--max-batch-tokens", "16", "--learning-rate", "0"]) == 0
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [line["learning_rate"] for line in lines] == [5e-4, 0]
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     assert list((tmp_path / "run/checkpoints").iterdir())
 
@@ -37,6 +40,8 @@ def test_it_trains_the_demos_model_and_continues(
     ("arguments", "problem"),
     [
         (["--resume"], "--resume: got no --run-folder"),
+        (["--max-batch-tokens", "0"], "max_batch_tokens: got 0, expected 1 or more"),
+        (["--learning-rate", "-1"], "learning_rate: got -1, expected 0 or more"),
         (["--agent", "examples.rollout.script_agent:nothing"], "which cannot be loaded"),
     ],
 )

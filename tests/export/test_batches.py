@@ -99,12 +99,12 @@ def test_a_padded_row_keeps_its_tokens_and_their_values(
     rng = Random(seed)
     rows = random_rows(rng, count)
     longest = max((-(-len(row) // multiple) * multiple for row in rows), default=0)
-    limit = longest * rng.randint(1, 3) if limited else None
+    limit = rng.randint(1, max(1, longest * 3)) if limited else None
     batches = pad_rows(rows, limit, pad_id=99, multiple_of=multiple)
     assert sorted(index for batch in batches for index in batch.rows) == list(range(count))
     for batch in batches:
         assert batch.ids.shape[1] % multiple == 0
-        assert limit is None or batch.ids.size <= limit
+        assert limit is None or batch.ids.size <= limit or len(batch) == 1
         for place, index in enumerate(batch.rows):
             row, sample, length = rows[index], rows[index].sample, len(rows[index])
             start = int(batch.prompt_lengths[place])
@@ -138,9 +138,15 @@ def test_padded_rows_carry_their_media() -> None:
     assert batch.media == ((), (image,))
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ExportError, match=r"rows\[1\]: has 8 tokens, expected at most 4"):
-        pad_rows([make_row([1], [2]), make_row([1], [2, 3, 4, 5])], 4, multiple_of=4)
+def test_a_padded_row_over_the_limit_is_a_batch_of_its_own() -> None:
+    rows = [make_row([1], [2]), make_row([1], [2, 3, 4, 5]), make_row([1], [3])]
+    batches = pad_rows(rows, 4, multiple_of=2)
+    assert [(batch.rows, batch.ids.shape) for batch in batches] == [((1,), (1, 6)), ((0, 2), (2, 2))]
+
+
+def test_limits_that_hold_no_token_are_refused() -> None:
+    with pytest.raises(ExportError, match="max_tokens: got 0, expected 1 or more"):
+        pad_rows([make_row([1], [2])], 0)
     with pytest.raises(ExportError, match="multiple_of: got 0"):
         pad_rows([make_row([1], [2])], multiple_of=0)
 

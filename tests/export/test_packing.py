@@ -66,11 +66,13 @@ def test_a_token_attends_to_exactly_the_tokens_before_it_on_its_rows(
 ) -> None:
     rng = Random(seed)
     rows = random_rows(rng, count, vocabulary=rng.choice([2, 50]))
-    limit = max(map(len, rows)) + rng.randint(0, 20) if limited else None
+    limit = rng.randint(1, max(map(len, rows)) + 20) if limited else None
     batches = pack_rows(rows, limit, share_prefixes=share)
     check_batches(rows, batches)
-    if limit is not None:
-        assert all(len(batch) <= limit for batch in batches)
+    for batch in batches if limit is not None else ():
+        # A longer row is a batch of its own, with rows that add no token to it.
+        assert limit is not None
+        assert len(batch) <= limit or len(batch) == max(map(len, batch.paths))
     if not share:
         assert sum(map(len, batches)) == sum(map(len, rows))
 
@@ -203,7 +205,7 @@ def repeated_tokens(lengths: list[int], shared: list[int], cuts: tuple[int, ...]
     total = 0
     for start, end in pairwise(edges):
         size = sum(lengths[start:end]) - sum(shared[start + 1 : end])
-        if size > limit:
+        if size > max(limit, *lengths[start:end]):
             return None
         total += size
     return total
@@ -217,7 +219,7 @@ def test_a_tree_over_the_limit_is_cut_where_the_fewest_tokens_repeat(seed: int) 
         make_row([1], row_ids)
         for row_ids in ([rng.randrange(2) for _ in range(rng.randint(1, 8))] for _ in range(6))
     ]
-    limit = max(map(len, rows)) + rng.randint(0, 10)
+    limit = rng.randint(1, max(map(len, rows)) + 10)
     batches = pack_rows(rows, limit)
     ordered = sorted(map(sequence, rows))
     lengths = [len(ids) for ids in ordered]
@@ -233,9 +235,24 @@ def test_a_tree_over_the_limit_is_cut_where_the_fewest_tokens_repeat(seed: int) 
     assert sum(map(len, batches)) == min(option for option in options if option is not None)
 
 
-def test_a_row_over_the_limit_is_refused() -> None:
-    with pytest.raises(ExportError, match=r"rows\[1\]: has 5 tokens, expected at most 4"):
-        pack_rows([make_row([1], [2]), make_row([1, 2, 3], [4, 5])], 4)
+def test_a_row_over_the_limit_is_a_batch_of_its_own() -> None:
+    rows = [make_row([6], [2]), make_row([1, 2, 3], [4, 5]), make_row([7], [8])]
+    batches = pack_rows(rows, 4)
+    assert [sorted(batch.rows) for batch in batches] == [[1], [0, 2]]
+    assert [len(batch) for batch in batches] == [5, 4]
+    assert sorted(map(len, pack_rows(rows, 1))) == [2, 2, 5]
+
+
+def test_copies_and_prefixes_of_a_row_over_the_limit_stay_with_it() -> None:
+    long = make_row([1, 2, 3], [4, 5])
+    (batch,) = pack_rows([long, make_row([1, 2, 3], [4]), long], 2)
+    assert (len(batch), len(batch.rows)) == (5, 3)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_holds_no_token_is_refused(limit: int) -> None:
+    with pytest.raises(ExportError, match=f"max_tokens: got {limit}, expected 1 or more"):
+        pack_rows([make_row([1], [2])], limit)
 
 
 def test_a_row_with_images_is_refused() -> None:

@@ -72,9 +72,12 @@ def row_loss(model: Any, rows: list[TrainingRow], config: LossConfig) -> Any:
             loss = -advantages * new
         if config.max_importance_weight is not None:
             loss = loss * torch.exp(old - engine).clamp(max=config.max_importance_weight)
-        if config.kl_coefficient:
+        if config.reference_kl_coefficient:
             difference = engine * 0.8 - new
-            loss = loss + config.kl_coefficient * (torch.exp(difference) - difference - 1)
+            divergence = torch.exp(difference) - difference - 1
+            if config.reference_kl_estimator == "k3_ratio":
+                divergence = divergence * torch.exp(new - old)
+            loss = loss + config.reference_kl_coefficient * divergence
         loss = loss - config.entropy_coefficient * entropies
         total = total + (weights * loss).where(weights != 0, 0.0).sum()
     return total / 7.0
@@ -116,9 +119,10 @@ CONFIGS = [
     LossConfig("reinforce"),
     LossConfig("cispo"),
     LossConfig("gspo", 0.05, 0.1),
-    LossConfig(kl_coefficient=0.1, max_importance_weight=1.05, entropy_coefficient=0.01),
+    LossConfig(reference_kl_coefficient=0.1, max_importance_weight=1.05, entropy_coefficient=0.01),
+    LossConfig(reference_kl_coefficient=0.1, reference_kl_estimator="k3"),
 ]
-CONFIG_NAMES = ["ppo", "reinforce", "cispo", "gspo", "kl"]
+CONFIG_NAMES = ["ppo", "reinforce", "cispo", "gspo", "kl", "plain-k3"]
 
 
 @every_shape

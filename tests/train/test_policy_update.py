@@ -103,9 +103,9 @@ def test_a_kl_term_pulls_towards_the_reference() -> None:
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(1.1)
-    config = UpdateConfig(learning_rate=1e-3, loss=LossConfig(kl_coefficient=1.0))
+    config = UpdateConfig(learning_rate=1e-3, loss=LossConfig(reference_kl_coefficient=1.0))
     policy = PolicyUpdater(tiny_model("qwen3"), config, reference)
     losses = [policy.update([row])["loss"] for _ in range(20)]
     assert losses[-1] < losses[0]
-    with pytest.raises(InputError, match="kl_coefficient: needs a reference model"):
+    with pytest.raises(InputError, match="reference_kl_coefficient: needs a reference model"):
         PolicyUpdater(tiny_model("qwen3"), config)

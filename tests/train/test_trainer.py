@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from branchline.core.errors import BranchlineError, InputError  # noqa: E402
 from branchline.export.packing import TrainingRow  # noqa: E402
 from branchline.rollout.session_gateway import AgentSession  # noqa: E402
 from branchline.train.metrics import read_metrics  # noqa: E402
+from branchline.train.seeded_engine import SeededEngine  # noqa: E402
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step  # noqa: E402
 from tests.train.test_packed_forward import row_logprobs  # noqa: E402
 from tests.train.tiny_policy import ask_twice, create_policy, create_trainer, small_config  # noqa: E402
@@ -166,24 +169,123 @@ def test_a_run_folder_is_not_overwritten(policy: Path, tmp_path: Path) -> None:
         create_trainer(policy, tmp_path / "run", steps=2, seed=7, resume=True)
 
 
-def test_an_error_in_an_update_saves_no_half_step(policy: Path, tmp_path: Path) -> None:
-    trainer = create_trainer(policy, tmp_path / "run", steps=3)
-    update, calls = trainer._updater.update, []
+def fail_on_call(number: int, function: Any, error: BaseException) -> Any:
+    """Returns the function, but its call with this number raises."""
+    calls = itertools.count(1)
 
-    def fail_in_the_second_step(*args: Any) -> dict[str, float]:
-        calls.append(update(*args))
-        if len(calls) == 2:
-            raise MemoryError("out of memory")
-        return calls[-1]
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return function(*args, **kwargs)
 
-    trainer._updater.update = fail_in_the_second_step  # type: ignore[assignment, method-assign]
+    return run
+
+
+def fail_in_the_third_forward_pass(trainer: Trainer[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    update, steps = trainer._updater.update, itertools.count(1)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) == 3:
+            forward = trainer._updater._forward
+            # The last of the update; with two passes, the first computes the logprobs at its start.
+            count = 3 if trainer.config.update.passes == 2 else 1
+            last = fail_on_call(count, forward, MemoryError("out of memory"))
+            monkeypatch.setattr(trainer._updater, "_forward", last)
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(trainer._updater, "update", fail)
+
+
+def fail_in_the_third_rows(trainer: Trainer[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = fail_on_call(3, trainer.build_rows, ValueError("out of memory"))
+    monkeypatch.setattr(trainer, "build_rows", fail)
+
+
+def fail_in_the_second_weight_update(trainer: Trainer[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    update = SeededEngine.update_weights
+    monkeypatch.setattr(SeededEngine, "update_weights", fail_on_call(2, update, MemoryError("out of memory")))
+
+
+def fail_in_the_second_report(trainer: Trainer[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = SimpleNamespace(start=lambda *_: None, finish=lambda: None)
+    tracker.log = fail_on_call(2, lambda *_: None, OSError("out of memory"))
+    monkeypatch.setattr(trainer._metrics, "_trackers", [tracker])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    "fail",
+    [
+        fail_in_the_third_forward_pass,
+        fail_in_the_third_rows,
+        fail_in_the_second_weight_update,
+        fail_in_the_second_report,
+    ],
+)
+def test_a_run_that_fails_keeps_its_finished_steps(
+    fail: Any,
+    passes: int,
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    update = {"passes": passes, "max_batch_tokens": None}
+    trainer = create_trainer(policy, tmp_path / "run", steps=4, update=update)
+    weights: list[Any] = []
+    write = trainer._metrics.write
+
+    def keep_weights(metrics: dict[str, float]) -> None:
+        weights.append(weights_of(trainer).clone())
+        write(metrics)
+
+    with monkeypatch.context() as patches:
+        fail(trainer, patches)
+        patches.setattr(trainer._metrics, "write", keep_weights)
+        with pytest.raises((MemoryError, ValueError, OSError), match="out of memory"):
+            run_steps(trainer)
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert "the run ended after step 2 of 4, which is saved in" in caplog.text
+    resumed = create_trainer(policy, tmp_path / "run", steps=3, resume=True, update=update)
+    assert resumed.step == 2
+    assert len(weights) == 2
+    assert torch.equal(weights_of(resumed), weights[-1])
+    run_steps(resumed)
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_row_over_the_limit_does_not_end_a_run(policy: Path, tmp_path: Path) -> None:
+    (result,) = run_steps(create_trainer(policy, tmp_path / "run", steps=1, update={"max_batch_tokens": 20}))
+    assert result.metrics["long_rows"] > 0
+    assert result.metrics["grad_norm"] > 0
+
+
+def test_a_fault_inside_the_optimizer_saves_no_half_step(
+    policy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = create_trainer(policy, tmp_path / "run", steps=4, checkpoint_every=1)
+    optimizer: Any = trainer._updater.optimizer
+    optimizer.step = fail_on_call(3, optimizer.step, MemoryError("out of memory"))
     with pytest.raises(MemoryError):
         run_steps(trainer)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    # The run starts again, and so does its file of metrics.
-    resumed = create_trainer(policy, tmp_path / "run", steps=1, resume=True)
-    run_steps(resumed)
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert "left some weights changed and others not" in caplog.text
+    resumed = create_trainer(policy, tmp_path / "run", steps=2, resume=True)
+    assert resumed.step == 2
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_no_part_of_it(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill_the_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = create_trainer(policy, tmp_path / "run", steps=1)
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        run_steps(trainer)
+    assert "step 1 could not be saved: OSError" in caplog.text
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_a_failed_episode_trains_nothing_and_the_others_continue(policy: Path, tmp_path: Path) -> None:

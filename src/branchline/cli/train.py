@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -26,6 +26,7 @@ from branchline.core.errors import InputError
 if TYPE_CHECKING:  # imported late below: it needs packages of the `train` extra
     from branchline.train.trainer import Trainer, TrainerConfig
 
+T = TypeVar("T")
 _DESCRIPTION = """\
 Trains a model with GRPO on the rewards of an agent. The agent runs as it is: each session is a URL and a key.
 Its calls are recorded as exact tokens, every sampled token is trained once, and the engine gets the new
@@ -42,9 +43,11 @@ examples:
 
 {AGENT_HELP}
 The run folder has metrics.jsonl, config.json and checkpoints that transformers and `branchline serve --model`
-load. Ctrl-C saves the last complete step; --resume continues from it.
+load. However a run ends, its last complete step is saved: by Ctrl-C, a failed agent, an error in an update.
+--resume continues from it.
 """
 _DEMO_LEARNING_RATE, _LEARNING_RATE = 5e-4, 1e-6
+_DEMO_MAX_BATCH_TOKENS, _MAX_BATCH_TOKENS = 384, 4096
 
 
 def add_train(commands: Any) -> None:
@@ -81,6 +84,13 @@ def add_train(commands: Any) -> None:
         type=float,
         metavar="RATE",
         help=f"(default: {_DEMO_LEARNING_RATE:g} for the demo's model, else {_LEARNING_RATE:g})",
+    )
+    group.add_argument(
+        "--max-batch-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of one forward pass; less needs less memory, and a longer row has a pass of its own "
+        f"(default: {_DEMO_MAX_BATCH_TOKENS} for the demo's model, else {_MAX_BATCH_TOKENS})",
     )
     group.add_argument(
         "--max-staleness",
@@ -177,19 +187,27 @@ def _config(options: argparse.Namespace) -> TrainerConfig:
     }
     if options.model:
         return TrainerConfig(
-            update=UpdateConfig(learning_rate=options.learning_rate or _LEARNING_RATE), **common
+            update=UpdateConfig(
+                learning_rate=_value(options.learning_rate, _LEARNING_RATE),
+                max_batch_tokens=_value(options.max_batch_tokens, _MAX_BATCH_TOKENS),
+            ),
+            **common,
         )
     return TrainerConfig(
         # As in the demo: chosen for two CPU cores and half a million weights.
         group_std="none",
         update=UpdateConfig(
-            learning_rate=options.learning_rate or _DEMO_LEARNING_RATE,
+            learning_rate=_value(options.learning_rate, _DEMO_LEARNING_RATE),
             schedule="linear",
-            max_batch_tokens=384,
+            max_batch_tokens=_value(options.max_batch_tokens, _DEMO_MAX_BATCH_TOKENS),
         ),
         engine=HfConfig(logprob_kind="processed", prefill_tokens=2048, threads=1),
         **common,
     )
+
+
+def _value(given: T | None, default: T) -> T:
+    return default if given is None else given
 
 
 async def _run(trainer: Trainer[Any], console: Console) -> list[dict[str, float]]:

@@ -112,17 +112,16 @@ class PaddedBatch:
 def pad_rows(
     rows: Sequence[TrainingRow], max_tokens: int | None = None, *, pad_id: int = 0, multiple_of: int = 1
 ) -> list[PaddedBatch]:
-    """Pads rows into batches of at most `max_tokens` tokens, padding included. Raises ExportError for a row
-    that is longer.
+    """Pads rows into batches of at most `max_tokens` tokens, padding included; a row that is longer is a
+    batch of its own.
 
     Rows of similar length share a batch. Each length is a multiple of `multiple_of`.
     """
     if multiple_of < 1:
         raise ExportError(f"multiple_of: got {multiple_of}, expected at least 1")
+    if max_tokens is not None and max_tokens < 1:
+        raise ExportError(f"max_tokens: got {max_tokens}, expected 1 or more")
     lengths = [-(-len(row) // multiple_of) * multiple_of for row in rows]
-    for index, length in enumerate(lengths):
-        if max_tokens is not None and length > max_tokens:
-            raise ExportError(f"rows[{index}]: has {length} tokens, expected at most {max_tokens}")
     batches: list[PaddedBatch] = []
     batch: list[int] = []
     for index in sorted(range(len(rows)), key=lambda index: (-lengths[index], index)):

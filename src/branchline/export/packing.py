@@ -75,6 +75,13 @@ class PackedBatch:
     """The sum of weight × advantage over the rows with a positive advantage."""
     negative_advantages: NDArray[np.float64]
     """The same over the rows with a negative advantage. PPO clips either sign differently."""
+    shares: NDArray[np.float64]
+    """The sum of the shares of the token in the rows that train it: how much it counts in a mean over tokens,
+    however the rows are packed."""
+    positive_shares: NDArray[np.float64]
+    """The same over the rows with a positive advantage."""
+    negative_shares: NDArray[np.float64]
+    """The same over the rows with a negative advantage."""
     answers: NDArray[np.int32]
     """The number of the answer that each trained token belongs to; SEVERAL_ANSWERS for a token of answers
     that only begin alike, NO_ANSWER for tokens that are not trained."""
@@ -99,17 +106,17 @@ def pack_rows(
     share_prefixes: bool = True,
     share_partial_answers: bool = True,
 ) -> list[PackedBatch]:
-    """Packs rows into batches of at most `max_tokens` tokens. Raises ExportError for a row that is longer.
+    """Packs rows into batches of at most `max_tokens` tokens; a row that is longer is a batch of its own.
 
     With `share_partial_answers=False` answers that only begin alike share no token, as losses need that have
     one ratio for an answer. A tree that is larger than the limit is cut between two rows where the fewest
-    tokens are needed twice.
+    tokens are needed twice. Rows that add no token to a longer row, its prefixes and copies, stay with it.
     """
+    if max_tokens is not None and max_tokens < 1:
+        raise ExportError(f"max_tokens: got {max_tokens}, expected 1 or more")
     for index, row in enumerate(rows):
         if row.sample.media:
             raise ExportError(f"rows[{index}]: carries images, which packed batches cannot hold")
-        if max_tokens is not None and len(row) > max_tokens:
-            raise ExportError(f"rows[{index}]: has {len(row)} tokens, expected at most {max_tokens}")
     sequences = [np.concatenate([row.sample.prompt_ids, row.sample.response_ids]) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: sequences[index].astype(">u4").tobytes())
     shared = [0] * len(rows)
@@ -221,9 +228,10 @@ def _cut_tree(lengths: Sequence[int], shared: Sequence[int], max_tokens: int | N
     best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for end in range(1, count + 1):
         candidates: list[tuple[int, int, int]] = []
-        added = 0
+        added = longest = 0
         for start in reversed(range(end)):
-            if added + lengths[start] > max_tokens:
+            longest = max(longest, lengths[start])
+            if added + lengths[start] > max(max_tokens, longest):
                 break
             tokens, pieces, _ = best[start]
             candidates.append((tokens + added + lengths[start], pieces + 1, start))
@@ -270,6 +278,7 @@ def _lay_out(
     old_logprobs = np.full(total, np.nan, np.float32)
     versions = np.full(total, -1, np.int32)
     weights, positive, negative = np.zeros((3, total), np.float64)
+    shares, positive_shares, negative_shares = np.zeros((3, total), np.float64)
     answers = np.full(total, NO_ANSWER, np.int32)
     numbered: dict[int, NDArray[np.int32]] = {}
     paths: list[NDArray[np.int32]] = []
@@ -295,6 +304,10 @@ def _lay_out(
         weights[places] += row.weights[trained]
         positive[places] += np.maximum(products, 0)
         negative[places] += np.minimum(products, 0)
+        row_shares = row.sample.shares[trained].astype(np.float64)
+        shares[places] += row_shares
+        positive_shares[places] += np.where(products > 0, row_shares, 0)
+        negative_shares[places] += np.where(products < 0, row_shares, 0)
         for start, end in row.answer_spans():
             _number_answer(answers, path[len(row.sample.prompt_ids) :][start:end], numbered)
     subtree_ends[path] = used
@@ -308,6 +321,9 @@ def _lay_out(
         weights=weights,
         positive_advantages=positive,
         negative_advantages=negative,
+        shares=shares,
+        positive_shares=positive_shares,
+        negative_shares=negative_shares,
         answers=answers,
         paths=tuple(paths),
         rows=tuple(order),

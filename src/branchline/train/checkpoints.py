@@ -46,20 +46,30 @@ def save_checkpoint(
     partial = folder.with_name(f"partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    logs: Any = transformers.utils.logging
-    logs.disable_progress_bar()
-    model.save_pretrained(partial)
-    for pattern in _TOKENIZER_FILES:
-        for path in tokenizer_folder.glob(pattern):
-            copy = shutil.copytree if path.is_dir() else shutil.copy
-            copy(path, partial / path.name)
-    random_state = torch.get_rng_state()
-    torch.save({"optimizer": optimizer.state_dict(), "random_state": random_state}, partial / _OPTIMIZER_FILE)
-    (partial / _STATE_FILE).write_text(json.dumps(state.__dict__) + "\n")
+    try:
+        _write_files(partial, model, optimizer, state, tokenizer_folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # It may have filled the disk.
+        raise
     partial.rename(folder)
     for old in _checkpoint_folders(run_folder)[:-keep]:
         shutil.rmtree(old)
     return folder
+
+
+def _write_files(
+    folder: Path, model: Any, optimizer: Any, state: CheckpointState, tokenizer_folder: Path
+) -> None:
+    logs: Any = transformers.utils.logging
+    logs.disable_progress_bar()
+    model.save_pretrained(folder)
+    for pattern in _TOKENIZER_FILES:
+        for path in tokenizer_folder.glob(pattern):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, folder / path.name)
+    random_state = torch.get_rng_state()
+    torch.save({"optimizer": optimizer.state_dict(), "random_state": random_state}, folder / _OPTIMIZER_FILE)
+    (folder / _STATE_FILE).write_text(json.dumps(state.__dict__) + "\n")
 
 
 def find_checkpoint(run_folder: Path) -> Path | None:

@@ -1,8 +1,15 @@
-"""The loss of a packed batch: a policy loss, and a KL and an entropy term, weighted as the rows say."""
+"""The loss of a packed batch: a policy loss, and a KL and an entropy term, weighted as the rows say.
+
+What is logged about a batch are sums and the weights that they are divided by, so that a mean over the tokens
+of a step does not depend on how its rows are packed. A token weighs its share in it: one that is sampled once
+and trained in several rows counts once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +18,15 @@ from torch import Tensor
 
 from branchline.core.errors import InputError
 from branchline.export.packing import SEVERAL_ANSWERS, PackedBatch
-from branchline.train.losses import LossConfig, kl_estimate, token_loss, truncated_importance_weights
+from branchline.train.losses import LossConfig, k3_divergence, token_loss, truncated_importance_weights
 from branchline.train.packed_forward import TokenOutputs
+
+
+class WeightedSum(NamedTuple):
+    """A sum of values times their weights, and the sum of the weights."""
+
+    total: float
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -20,13 +34,16 @@ class BatchLoss:
     """The loss of a batch and what to log about it."""
 
     loss: Tensor
-    kl: float
-    """Weighted mean of the KL divergence from the reference policy; 0 without one."""
-    entropy: float
-    clip_fraction: float
-    """Share of trained tokens whose ratio is outside the clip range."""
-    engine_gap: float
-    """Mean absolute difference between the trainer's and the engine's logprobs."""
+    sums: Mapping[str, WeightedSum]
+    """By the name of the metric:
+
+    `entropy`           of the distribution that a token was drawn from
+    `kl/reference`      the divergence from the reference policy, as the loss has it
+    `clip_ratio/…`      where the clipped loss has no gradient, as in TRL: `low_mean` (ratio < 1 − clip_low,
+                        negative advantage), `high_mean` (ratio > 1 + clip_high, positive advantage),
+                        `region_mean` (both)
+    `cispo_clip_ratio`  where CISPO limits the ratio of a positive advantage, as in TRL
+    """
 
 
 def policy_loss(
@@ -50,11 +67,13 @@ def policy_loss(
     def field(values: NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(values[places]).to(device, dtype)
 
-    weights, behaviour = field(batch.weights), field(batch.old_logprobs)
+    weights, shares = field(batch.weights), field(batch.shares)
     old = outputs.logprobs.detach() if old_logprobs is None else old_logprobs
     correction = torch.ones_like(weights)
     if config.max_importance_weight is not None:
-        correction = truncated_importance_weights(old, behaviour, config.max_importance_weight)
+        correction = truncated_importance_weights(
+            old, field(batch.old_logprobs), config.max_importance_weight
+        )
     segments = None
     if config.name == "gspo":
         segments = torch.from_numpy(number_outputs(batch)[places]).long().to(device)
@@ -62,31 +81,53 @@ def policy_loss(
     total = torch.zeros((), device=device, dtype=dtype)
     for advantages in (field(batch.positive_advantages), field(batch.negative_advantages)):
         total = total + (correction * loss_of(outputs.logprobs, old, advantages)).sum()
-    kl = torch.zeros_like(total)
-    if config.kl_coefficient:
+    sums: dict[str, WeightedSum] = {}
+    if config.reference_kl_coefficient:
         if reference_logprobs is None:
-            raise InputError("kl_coefficient: needs the logprobs of a reference policy")
-        kl = (weights * kl_estimate(outputs.logprobs, reference_logprobs)).sum()
-        total = total + config.kl_coefficient * kl
-    entropy = torch.zeros_like(total)
-    if outputs.entropies is not None:
-        entropy = (weights * outputs.entropies).sum()
+            raise InputError("reference_kl_coefficient: needs the logprobs of a reference policy")
+        divergence = k3_divergence(outputs.logprobs, reference_logprobs)
+        if config.reference_kl_estimator == "k3_ratio":
+            divergence = divergence * torch.exp(outputs.logprobs - old)
+        total = total + config.reference_kl_coefficient * (weights * divergence).sum()
+        sums["kl/reference"] = _weighted_sum(divergence, shares)
     if config.entropy_coefficient:
         if outputs.entropies is None:
             raise InputError("entropy_coefficient: needs the entropies of the forward pass")
-        total = total - config.entropy_coefficient * entropy
-    with torch.no_grad():
-        scale = weights.sum().item() or 1.0
-        ratio = torch.exp(outputs.logprobs - old)
-        clipped = (ratio < 1 - config.clip_low) | (ratio > 1 + config.clip_high)
-        gap = (old - behaviour).abs().nan_to_num()
-    return BatchLoss(
-        total / normalizer,
-        kl.item() / scale,
-        entropy.item() / scale,
-        clipped.to(dtype).mean().item() if len(ratio) else 0.0,
-        gap.mean().item() if len(gap) else 0.0,
-    )
+        total = total - config.entropy_coefficient * (weights * outputs.entropies).sum()
+    if outputs.entropies is not None:
+        sums["entropy"] = _weighted_sum(outputs.entropies, shares)
+    if config.name != "reinforce":
+        signs = field(batch.positive_shares), field(batch.negative_shares)
+        sums |= _clip_sums(outputs.logprobs.detach() - old, shares, signs, segments, config)
+    return BatchLoss(total / normalizer, sums)
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> WeightedSum:
+    return WeightedSum((weights * values.detach()).sum().item(), weights.sum().item())
+
+
+def _clip_sums(
+    log_ratios: Tensor,
+    shares: Tensor,
+    signs: tuple[Tensor, Tensor],
+    segments: Tensor | None,
+    config: LossConfig,
+) -> dict[str, WeightedSum]:
+    """`signs` are the shares of the rows with a positive and with a negative advantage. With one ratio for
+    each answer (`segments`), an answer counts as much as one token does otherwise."""
+    scale = torch.ones_like(shares)
+    if segments is not None and len(segments):
+        sizes = torch.bincount(segments).to(shares.dtype)
+        sums = torch.zeros_like(sizes).index_add(0, segments, log_ratios)
+        log_ratios, scale = (sums / sizes)[segments], 1 / sizes[segments]
+    ratios, (positive, negative) = torch.exp(log_ratios), signs
+    weight = (shares * scale).sum().item()
+    high = (positive * scale * (ratios > 1 + config.clip_high)).sum().item()
+    if config.name == "cispo":
+        return {"cispo_clip_ratio": WeightedSum(high, weight)}
+    low = (negative * scale * (ratios < 1 - config.clip_low)).sum().item()
+    means = {"low_mean": low, "high_mean": high, "region_mean": low + high}
+    return {f"clip_ratio/{name}": WeightedSum(total, weight) for name, total in means.items()}
 
 
 def number_outputs(batch: PackedBatch) -> NDArray[np.int32]:

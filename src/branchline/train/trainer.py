@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -59,6 +60,7 @@ from branchline.train.policy_update import PolicyUpdater, UpdateConfig
 from branchline.train.seeded_engine import SeededEngine
 
 T = TypeVar("T")
+log = logging.getLogger("branchline.train")
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,9 @@ class Trainer(Generic[T]):
             )
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.codec = GenericCodec.open(self._model_folder)
-        reference = self._load(self._model_folder) if config.update.loss.kl_coefficient else None
+        reference = self._load(self._model_folder) if config.update.loss.reference_kl_coefficient else None
         self._updater = PolicyUpdater(self._load(checkpoint or self._model_folder), config.update, reference)
         self._state = CheckpointState(0, config.seed, 0)
-        self._is_updating = False
-        """True while weights, engine and state may differ."""
         self._metrics = MetricsLog(self._create_run_folder(), config.report_to)
         if checkpoint is not None:
             self._state = load_state(checkpoint)
@@ -182,9 +182,8 @@ class Trainer(Generic[T]):
     async def steps(self) -> AsyncGenerator[StepResult, None]:
         """Runs the remaining steps and yields each when it is complete.
 
-        Whenever it ends, also by a cancellation or a failed agent, the last complete step is saved as a
-        checkpoint, unless `checkpoint_every` is None. After an error in an update, which may have changed
-        some weights, nothing is saved.
+        Whenever it ends, also by a cancellation, a failed agent or an error in an update, the last complete
+        step is saved as a checkpoint, unless `checkpoint_every` is None.
         """
         config = self.config
         engine = SeededEngine(
@@ -217,9 +216,10 @@ class Trainer(Generic[T]):
                         batch.cancel()
                     await asyncio.gather(*batches, return_exceptions=True)
         finally:
-            if self.step and not self._is_updating and config.checkpoint_every is not None:
-                self._save()
-            self._metrics.close()
+            try:
+                self._save_last()
+            finally:
+                self._metrics.close()
 
     async def _run_episodes(self, runner: EpisodeRunner, index: int) -> list[EpisodeGroup]:
         """Runs the groups of a step. Its tasks depend on the seed and the step only."""
@@ -245,13 +245,11 @@ class Trainer(Generic[T]):
     ) -> dict[str, float]:
         """Updates the policy and the engine, and records the step."""
         rows = self.build_rows(groups)
-        self._is_updating = True
         updated = await asyncio.to_thread(self._updater.update, rows, self.step / self.config.steps)
         version = self.step + 1
-        await engine.update_weights(self.model.state_dict(), version)
         sampled = sum(sum(group.answer_lengths) for group in groups)
         self._state = CheckpointState(version, self.config.seed, self._state.num_tokens + sampled)
-        self._is_updating = False
+        # From here on the step is complete, whatever becomes of the engine.
         metrics = {
             "step": float(version),
             **_episode_metrics(groups, self.config.group_std),
@@ -259,9 +257,12 @@ class Trainer(Generic[T]):
             **updated,
             "num_tokens": float(self._state.num_tokens),
             "staleness": float(version - 1 - _oldest_version(rows, version - 1)),
-            "step_time": time.perf_counter() - started_at,
         }
-        self._metrics.write(metrics)
+        try:
+            await engine.update_weights(self.model.state_dict(), version)
+        finally:
+            metrics["step_time"] = time.perf_counter() - started_at
+            self._metrics.write(metrics)
         if self.config.checkpoint_every is not None and version % self.config.checkpoint_every == 0:
             await asyncio.to_thread(self._save)
         return metrics
@@ -280,6 +281,33 @@ class Trainer(Generic[T]):
         logs: Any = transformers.utils.logging
         logs.disable_progress_bar()
         return auto.from_pretrained(str(folder), dtype=torch.float32).to(self.device)
+
+    def _save_last(self) -> None:
+        """Saves the last complete step at the end of a run, and says so if others are missing."""
+        if not self.step or self.config.checkpoint_every is None:
+            return
+        if not self._updater.is_whole:
+            last = find_checkpoint(self.run_folder)
+            log.error(
+                "the optimizer failed in step %d and left some weights changed and others not, so the "
+                "weights of step %d are lost; the last checkpoint is %s",
+                self.step + 1,
+                self.step,
+                last or "none",
+            )
+            return
+        try:
+            self._save()
+        except Exception as error:
+            log.error("step %d could not be saved: %s: %s", self.step, type(error).__name__, error)
+            raise
+        if self.step < self.config.steps:
+            log.warning(
+                "the run ended after step %d of %d, which is saved in %s; resume the run to continue",
+                self.step,
+                self.config.steps,
+                find_checkpoint(self.run_folder),
+            )
 
     def _save(self) -> None:
         save_checkpoint(
@@ -302,7 +330,7 @@ def describe_step(metrics: dict[str, float]) -> str:
     """Returns one line about a step. That of the first has the difference of engine and trainer."""
     line = (
         f"step {metrics['step']:3.0f}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.4f}  "
-        f"entropy {metrics.get('entropy', 0):.3f}  kl {metrics.get('kl', 0):.1e}  "
+        f"entropy {metrics.get('entropy', 0):.3f}  kl {metrics.get('kl/sampler', 0):.1e}  "
         f"{metrics['step_time']:.1f} s"
     )
     name = "sampling/sampling_logp_difference"
