@@ -225,13 +225,9 @@ def test_stripped_reasoning_is_a_think_strip() -> None:
 
 
 def test_unrelated_conversations_are_unknown(session: Session) -> None:
-    commit_reply(session, [SYSTEM, TASK], "one")
-    other = commit_reply(session, [Message("system", "Poet."), Message("user", "Rhyme.")], "two")
-    commit_reply(
-        session,
-        [Message("system", "Poet."), Message("user", "Rhyme."), other, Message("user", "More.")],
-        "three",
-    )
+    commit_reply(session, [TASK], "one")
+    other = commit_reply(session, [Message("user", "Rhyme.")], "two")
+    commit_reply(session, [Message("user", "Rhyme."), other, Message("user", "More.")], "three")
     assert fork_causes(session) == [Cause.UNKNOWN]
 
 

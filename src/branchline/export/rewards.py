@@ -23,14 +23,12 @@ from typing import Any
 import msgspec
 
 from branchline.core.errors import MessageError
-from branchline.timelines.causes import Cause, ForkReport
+from branchline.timelines.causes import ForkReport
 from branchline.tree.tree import NO_NODE, Node, Tree
 
 PART_KEYS = ("call", "turn", "timeline", "tool")
 """A reward with one of these is not for the whole session."""
 _MAX_TURN = 2**31 - 1
-_ASIDE = (Cause.SUB_AGENT, Cause.SIDE_CALL)
-"""Causes of branches that are not part of the main conversation."""
 
 
 @dataclass(frozen=True)
@@ -177,18 +175,13 @@ def _assign(
 
 
 def _conversation_leaf(tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport) -> Node | None:
-    """Returns the end of the named timeline, else of the last one of the named agent or of the first agent,
-    apart from sub-agents and side calls. Its last answer may be cancelled: the turns before it count."""
+    """Returns the end of the named timeline, else of the named agent's conversation, else of the main
+    history. Its last answer may be cancelled: the turns before it count."""
     if "timeline" in reward:
         return tree.nodes[int(reward["timeline"])]
     if "agent" in reward:
-        return next((leaf for leaf in reversed(tree.leaves()) if leaf.agent == reward["agent"]), None)
-    agent = tree.calls[0].agent if tree.calls else ""
-    aside = {fork.branch.id for fork in fork_report.forks if fork.cause in _ASIDE}
-    leaves = [leaf for leaf in tree.leaves() if leaf.agent == agent]
-    return max(
-        leaves, key=lambda leaf: (not any(node.id in aside for node in leaf.path()), leaf.id), default=None
-    )
+        return fork_report.leaf_of(str(reward["agent"]))
+    return fork_report.main_leaf
 
 
 def _answer_of_turn(tree: Tree, leaf: Node | None, turn: int) -> Node | None:

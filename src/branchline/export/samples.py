@@ -55,7 +55,7 @@ class ExportPolicy:
     missing_logprob: float | None = None
     """Train tokens without logprobs and set their logprobs to this number; None leaves them NaN."""
     max_samples: int | None = None
-    """Maximum number of samples of a session; the one that ends last is always kept."""
+    """Maximum number of samples of a session; that of the main history is always kept."""
     keep: KeepMode = "last"
     """Which samples to keep if there are more than `max_samples`."""
     max_tokens: int | None = None
@@ -117,7 +117,7 @@ class SampleStream:
         self._reward = reward
         fork_report = fork_report or classify_forks(tree)
         self._pruned = _pruned_nodes(tree, self.policy, fork_report)
-        self.leaves = _limit_leaves(_kept_leaves(tree, self._pruned), self.policy)
+        self.leaves = _limit_leaves(_kept_leaves(tree, self._pruned), self.policy, fork_report.main_leaf)
         self.counts = _leaf_counts(tree, self.leaves, self._pruned)
         """For each trained node the number of samples through it."""
         self._has_rewards = bool(rewards)
@@ -344,15 +344,21 @@ def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:
     return leaves
 
 
-def _limit_leaves(leaves: list[Node], policy: ExportPolicy) -> list[Node]:
-    """Returns at most `max_samples` leaves, always including the last."""
+def _limit_leaves(leaves: list[Node], policy: ExportPolicy, main_leaf: Node | None) -> list[Node]:
+    """Returns at most `max_samples` leaves, always including the main history's, or the last if that trains
+    nothing."""
     limit = policy.max_samples
     if limit is None or len(leaves) <= limit:
         return leaves
+    main_nodes = {node.id for node in main_leaf.path()} if main_leaf is not None else set()
+    main = next((leaf for leaf in reversed(leaves) if leaf.id in main_nodes), leaves[-1])
+    others = [leaf for leaf in leaves if leaf is not main]
+    count = limit - 1
     if policy.keep == "last":
-        return leaves[-limit:]
-    others = random.Random(policy.seed).sample(range(len(leaves) - 1), limit - 1)
-    return [*(leaves[index] for index in sorted(others)), leaves[-1]]
+        kept = others[len(others) - count :]
+    else:
+        kept = [others[index] for index in random.Random(policy.seed).sample(range(len(others)), count)]
+    return sorted([*kept, main], key=lambda leaf: leaf.id)
 
 
 def _leaf_counts(tree: Tree, leaves: Sequence[Node], pruned: Mapping[int, str]) -> dict[int, int]:

@@ -1,6 +1,7 @@
 """A trajectory: the outcome of one episode, as histories (messages) and as samples (tokens).
 
-The main history is the first agent's timeline that ends last; every other timeline is an additional history.
+The main history is the conversation of the main agent as it ended (`timelines/main_history.py`); every other
+timeline is an additional history.
 Every trained token of the trajectory is in `samples`, whose shares count it once.
 
     trajectory = Trajectory.from_session(session, reward=1.0)
@@ -65,7 +66,7 @@ class Trajectory:
     ) -> Trajectory:
         """Returns the trajectory of a session as it is now. `rewards` are those posted for it or for parts of
         it; `reward` overrides the one for the whole session. If `finished` is None, a main history whose last
-        answer was cut off (`length`, `cancelled`) is unfinished."""
+        answer was cut off (`length`, `cancelled`) or did not reach its client is unfinished."""
         return cls.from_tree(
             session.snapshot(),
             session=session.id,
@@ -91,7 +92,7 @@ class Trajectory:
         failed: bool = False,
     ) -> Trajectory:
         """As `from_session`, for a tree that nothing changes meanwhile."""
-        fork_report = classify_forks(tree) if tree.calls else ForkReport()
+        fork_report = classify_forks(tree)
         reward = session_reward(rewards) if reward is None else reward
         export = export_samples(
             tree, policy, session=session, reward=reward, rewards=rewards, fork_report=fork_report
@@ -107,8 +108,12 @@ class Trajectory:
             else:
                 others.append(history)
         if finished is None:
-            last = fork_report.main_leaf.output if fork_report.main_leaf is not None else None
-            finished = last is None or last.finish_reason not in ("length", "cancelled")
+            leaf = fork_report.main_leaf
+            is_cut_off = leaf is not None and (
+                leaf.id in fork_report.undelivered
+                or (leaf.output is not None and leaf.output.finish_reason in ("length", "cancelled"))
+            )
+            finished = not is_cut_off
         return cls(
             samples=tuple(export.samples),
             history=main,

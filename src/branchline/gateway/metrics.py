@@ -70,7 +70,7 @@ class GatewayMetrics:
     def record_session_end(self, managed: ManagedSession) -> None:
         """Counts the forks of a session, once, when no call can change them any more."""
         tree = managed.session.snapshot()
-        for fork in classify_forks(tree).forks if tree.calls else ():
+        for fork in classify_forks(tree).forks:
             self._forks.labels(fork.cause).inc()
 
     def render(self) -> bytes:

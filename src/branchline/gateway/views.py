@@ -22,7 +22,7 @@ from branchline.export.samples import Export, SampleStream
 from branchline.export.tree_lines import tree_lines
 from branchline.gateway.export_options import ExportOptions, SampleFormat
 from branchline.runtime.managed_session import ManagedSession
-from branchline.timelines.causes import ForkReport, classify_forks
+from branchline.timelines.causes import classify_forks
 from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.tree import Tree
 
@@ -58,7 +58,7 @@ def tree_parts(managed: ManagedSession) -> Iterator[bytes]:
 
 
 def _node_views(tree: Tree) -> Iterator[dict[str, Any]]:
-    causes = {fork.branch.id: str(fork.cause) for fork in classify_forks(tree).forks} if tree.calls else {}
+    causes = {fork.branch.id: str(fork.cause) for fork in classify_forks(tree).forks}
     for node in tree.nodes[1:]:
         assert node.parent is not None
         yield {
@@ -128,7 +128,7 @@ def message_view(message: Message) -> dict[str, Any]:
 def trajectory_view(managed: ManagedSession) -> dict[str, Any]:
     """The outcome of a session: the main history, the additional ones, rewards and metrics."""
     tree = managed.session.snapshot()
-    fork_report = classify_forks(tree) if tree.calls else ForkReport()
+    fork_report = classify_forks(tree)
     timelines = timelines_of(tree)
     main = [timeline for timeline in timelines if timeline.leaf is fork_report.main_leaf]
     return {

@@ -96,9 +96,20 @@ class PlanGenerator:
         can_express: Callable[[Message], bool] = lambda _: True,
         with_system: bool = True,
         with_tools: bool = True,
+        with_names: bool | None = None,
+        races: bool = True,
     ) -> None:
         """`can_express` tells whether the model's format can express a reply; one that it cannot is replaced
-        by the most similar one that it can. Some templates refuse system messages or tools."""
+        by the most similar one that it can. Some templates refuse system messages or tools. `with_names` says
+        whether agents beside the main one have names; by default some have. Without `races` an agent waits
+        for all candidates before it continues one."""
+        self._with_names = with_names
+        self._races = races
+        self._task = ""
+        self._shown: list[tuple[Message, tuple[int, int]]] = []
+        """Each shown reply with its call and choice."""
+        self.main_answers: list[tuple[int, int]] = []
+        """The answers of the main conversation as it ended: calls and choices."""
         self._with_system = with_system
         self._with_tools = with_tools
         self._can_express = can_express
@@ -108,16 +119,23 @@ class PlanGenerator:
         self._count = 0
         self.calls: list[PlannedCall] = []
 
-    def generate(self, steps: int, *, only: Sequence[Cause] | None = None) -> list[PlannedCall]:
-        """Returns the calls of an episode: a main conversation with random actions."""
+    def generate(
+        self, steps: int, *, only: Sequence[Cause] | None = None, ending: Cause | None = None
+    ) -> list[PlannedCall]:
+        """Returns the calls of an episode: a main conversation with random actions. It ends with a turn of
+        the main agent, which the action of the cause `ending` may follow."""
         conversation = self._start("", "You are the main agent.", (_tool("work"), _tool("spawn")))
-        conversation.messages.append(Message("user", self._unique_text("task")))
+        self._task = self._unique_text("task")
+        conversation.messages.append(Message("user", self._task))
         self._turn(conversation)
         actions = self._actions()
         chosen = [actions[cause] for cause in (only if only is not None else actions)]
         for _ in range(steps):
             self._rng.choice([self._turn, *chosen])(conversation)
         self._turn(conversation)
+        if ending is not None:
+            actions[ending](conversation)
+        self.main_answers = self._answers(conversation)
         return self.calls
 
     def _start(self, agent: str, system: str, tools: tuple[Mapping[str, Any], ...]) -> ScriptedConversation:
@@ -136,6 +154,7 @@ class PlanGenerator:
             Cause.COMPACTION: self._compaction,
             Cause.SUB_AGENT: self._sub_agent,
             Cause.SIDE_CALL: self._side_call,
+            Cause.OTHER_SYSTEM_PROMPT: self._critic,
             Cause.TOOLS_CHANGED: self._tools_changed,
         }
 
@@ -200,7 +219,13 @@ class PlanGenerator:
         shown = echo_as_client(output, self._rng) if self._style.reserialize_echoes else output
         conversation.messages.append(shown)
         conversation.depends_on.add(call)
+        self._shown.append((shown, (call, choice)))
         return shown
+
+    def _answers(self, conversation: ScriptedConversation) -> list[tuple[int, int]]:
+        """Returns the calls and choices of the replies that a history shows."""
+        answers = {id(shown): answer for shown, answer in self._shown}
+        return [answers[id(message)] for message in conversation.messages if id(message) in answers]
 
     def _append_results(self, conversation: ScriptedConversation, shown: Message) -> None:
         """Adds the results of a reply's tool calls, or the next user message."""
@@ -215,6 +240,17 @@ class PlanGenerator:
         self._append_results(conversation, self._append_output(conversation, call))
         return call
 
+    def _wait_for(self, conversation: ScriptedConversation, calls: Sequence[int]) -> None:
+        if not self._races:
+            conversation.depends_on |= set(calls)
+
+    def _name(self, kind: str) -> str:
+        """Returns the name of another agent."""
+        name = f"{kind}-{self._count}"
+        if self._with_names is None:
+            return self._rng.choice(("", name))
+        return name if self._with_names else ""
+
     # -- actions -----------------------------------------------------------------------------------------
 
     def _best_of_n(self, conversation: ScriptedConversation) -> None:
@@ -227,11 +263,13 @@ class PlanGenerator:
         else:
             calls = [self._add_call(conversation, expected_cause=Cause.BEST_OF_N) for _ in range(count)]
             picked = (self._rng.choice(calls), 0)
+            self._wait_for(conversation, calls)
         self._append_results(conversation, self._append_output(conversation, *picked))
 
     def _duplicate(self, conversation: ScriptedConversation) -> None:
         reply = self._reply()
         calls = [self._add_call(conversation, reply, expected_cause=Cause.DUPLICATE) for _ in range(2)]
+        self._wait_for(conversation, calls)
         self._append_results(conversation, self._append_output(conversation, self._rng.choice(calls)))
 
     def _retry(self, conversation: ScriptedConversation) -> None:
@@ -331,8 +369,9 @@ class PlanGenerator:
             return
         call = self._add_call(conversation, PlannedOutput(spawn))
         self._append_output(conversation, call)
-        name = self._rng.choice(("", f"helper-{self._count}"))
-        sub = self._start(name, f"You are a helper. {self._unique_text('rules')}", (_tool("work"),))
+        sub = self._start(
+            self._name("helper"), f"You are a helper. {self._unique_text('rules')}", (_tool("work"),)
+        )
         sub.messages.append(Message("user", task))
         sub.depends_on = {call}
         sub.next_cause = Cause.SUB_AGENT
@@ -345,12 +384,27 @@ class PlanGenerator:
         )
 
     def _side_call(self, conversation: ScriptedConversation) -> None:
-        task = next(message.content for message in conversation.messages if message.role == "user")
-        ask = Message("user", f"Write a title of three words for: {task} {self._unique_text('please')}")
+        ask = Message("user", f"Write a title of three words for: {self._task} {self._unique_text('please')}")
         side = self._start("", "You write titles.", ())
         side.messages.append(ask)
-        side.depends_on = {0}
+        # Some clients ask for the title before the work begins.
+        side.depends_on = self._rng.choice((set(), {0}))
         self._add_call(side, expected_cause=Cause.SIDE_CALL)
+
+    def _critic(self, conversation: ScriptedConversation) -> None:
+        """Another conversation, in which a critic judges the latest answer; some critics ask back."""
+        if not self._with_system:
+            return
+        call, choice = (self._answers(conversation) or [(0, 0)])[-1]
+        answer = self.calls[call].outputs[choice].message
+        name = self._name("critic")
+        critic = self._start(name, f"You are a critic. {self._unique_text('rules')}", (_tool("work"),))
+        quoted = answer.content or (answer.tool_calls[0].arguments if answer.tool_calls else "nothing")
+        critic.messages.append(Message("user", f"Judge this answer: {quoted} {self._unique_text('please')}"))
+        critic.depends_on = {call}
+        critic.next_cause = Cause.SUB_AGENT if name else Cause.OTHER_SYSTEM_PROMPT
+        for _ in range(self._rng.randint(1, 3)):
+            self._turn(critic)
 
     def _tools_changed(self, conversation: ScriptedConversation) -> None:
         if not self._with_tools:

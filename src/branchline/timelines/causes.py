@@ -11,16 +11,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 from branchline.core.call import Call, Delivery
 from branchline.core.context_edits import read_summary
 from branchline.core.sample import DropReason
 from branchline.timelines.fork_signals import (
-    MAX_SIBLINGS_COMPARED,
     ForkSignals,
     is_deletion,
     is_stub,
 )
+from branchline.timelines.main_history import Conversations
 from branchline.tree.tree import NO_NODE, Node, Tree
 
 
@@ -47,6 +48,8 @@ class Cause(StrEnum):
     """Another agent's conversation."""
     SIDE_CALL = "side_call"
     """A call beside the main conversation: a title, a topic check."""
+    OTHER_SYSTEM_PROMPT = "other_system_prompt"
+    """A conversation under another system prompt (a critic, a guard) whose agent has no name of its own."""
     THINK_STRIP = "think_strip"
     """The template omits earlier reasoning."""
     TEMPLATE_REWRITE = "template_rewrite"
@@ -56,6 +59,10 @@ class Cause(StrEnum):
     DRIFT = "drift"
     """Foreign logs only: the same text, encoded again into other ids."""
     UNKNOWN = "unknown"
+
+
+ASIDE_CAUSES = frozenset({Cause.SUB_AGENT, Cause.SIDE_CALL, Cause.OTHER_SYSTEM_PROMPT})
+"""Causes of branches that leave the conversation of their sibling."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +96,27 @@ class ForkReport:
     undelivered: dict[int, DropReason] = field(default_factory=dict)
     """Sampled nodes that never reached a client, by node id."""
     edges: list[Edge] = field(default_factory=list)
-    main_leaf: Node | None = None
-    """The leaf of the first agent's timeline that ends last."""
+    conversations: Conversations | None = None
+    """None without calls."""
+
+    @cached_property
+    def main_leaf(self) -> Node | None:
+        """The end of the main history; None without answers."""
+        return self.conversations.main_leaf() if self.conversations is not None else None
+
+    def leaf_of(self, agent: str) -> Node | None:
+        """Returns the end of an agent's conversation, or None."""
+        return self.conversations.leaf_of(agent) if self.conversations is not None else None
+
+    @property
+    def unnamed_conversations(self) -> int:
+        """The number of conversations under other system prompts that no name tells from the main one."""
+        return sum(fork.cause == Cause.OTHER_SYSTEM_PROMPT for fork in self.forks)
 
 
 def classify_forks(tree: Tree) -> ForkReport:
     """Returns the causes of all forks, the undelivered outputs, and the edges between paths."""
-    return _Classifier(tree).run()
+    return _Classifier(tree).run() if tree.calls else ForkReport()
 
 
 class _Classifier:
@@ -104,30 +125,36 @@ class _Classifier:
         self._signals = ForkSignals(tree)
         self._undelivered = _undelivered_outputs(tree)
         self._edges: list[Edge] = []
+        self._main_agent = self._signals.main_call.agent
 
     def run(self) -> ForkReport:
         forks: list[Fork] = []
         for node in self._tree.nodes:
             children = self._main_child_first(node.all_children())
+            earlier = self._signals.siblings_to_compare()
             outputs = _SiblingOutputs(self._tree, self._undelivered)
             for index, branch in enumerate(children):
                 if index:
-                    earlier = children[max(0, index - MAX_SIBLINGS_COMPARED) : index]
-                    sibling, cause = self._classify(node, branch, earlier, outputs)
+                    sibling, cause = self._classify(node, branch, earlier.of(branch), outputs)
                     forks.append(Fork(node, branch, sibling, cause, self._signals.first_call(branch)))
+                earlier.add(branch)
                 if branch.is_sampled:
                     outputs.add(branch)
         forks = self._mark_compactions(sorted(forks, key=lambda fork: fork.branch.id))
-        return ForkReport(forks, self._undelivered, self._edges, self._main_leaf(forks))
+        return ForkReport(forks, self._undelivered, self._edges, self._conversations(forks))
 
     def _main_child_first(self, children: list[Node]) -> list[Node]:
-        """Moves the main conversation before side calls (a title) that were sent before it."""
-        if len(children) < 2 or children[0].is_sampled or not self._signals.is_side_call(children[0]):
+        """Moves the main conversation before side calls (a title) and other agents that came before it."""
+        if len(children) < 2 or children[0].is_sampled or self._may_be_main(children[0]):
             return children
         for index, child in enumerate(children):
-            if not child.is_sampled and not self._signals.is_side_call(child):
+            if not child.is_sampled and self._may_be_main(child):
                 return [child, *children[:index], *children[index + 1 :]]
         return children
+
+    def _may_be_main(self, child: Node) -> bool:
+        is_main_agent = self._signals.first_call(child).agent == self._main_agent
+        return is_main_agent and not self._signals.is_side_call(child)
 
     def _classify(
         self, parent: Node, branch: Node, earlier: Sequence[Node], outputs: _SiblingOutputs
@@ -138,7 +165,7 @@ class _Classifier:
         if not outputs:
             # The first child is a context message; it is what diverged from this output.
             return earlier[0], self._classify_context(parent, earlier[0], branch)
-        if branch.agent not in outputs.agents and branch.agent != self._tree.calls[0].agent:
+        if branch.agent not in outputs.agents and branch.agent != self._main_agent:
             # Another agent with an identical prompt continues its own answer.
             self._add_spawn_edge(self._signals.spawning_node(branch), branch)
             return outputs.last, Cause.SUB_AGENT
@@ -159,7 +186,7 @@ class _Classifier:
             return Cause.COMPACTION
         spawn = signals.spawning_node(branch, strict=is_same_message)
         self._add_spawn_edge(spawn, branch)
-        is_other_agent = call.agent != other.agent and call.agent != self._tree.calls[0].agent
+        is_other_agent = call.agent != other.agent and call.agent != self._main_agent
         if spawn is not None or is_other_agent or call.spawned_by:
             return Cause.SUB_AGENT
         if is_same_message:
@@ -176,8 +203,10 @@ class _Classifier:
             return Cause.CONTEXT_DELETE if is_continued else Cause.REPAIR_LOOP
         if signals.is_side_call(branch):
             return Cause.SIDE_CALL
+        if signals.has_other_system_prompt(branch, sibling):
+            return Cause.OTHER_SYSTEM_PROMPT
         quoted = signals.quoted_output(branch)
-        if quoted is not None:
+        if quoted is not None and signals.may_summarise(quoted, branch):
             self._edges.append(Edge(Cause.COMPACTION, quoted, branch))
             return Cause.COMPACTION
         if shared:
@@ -222,17 +251,26 @@ class _Classifier:
             for fork in forks
         ]
 
-    def _main_leaf(self, forks: Sequence[Fork]) -> Node | None:
-        aside = {fork.branch.id for fork in forks if fork.cause in (Cause.SUB_AGENT, Cause.SIDE_CALL)}
-        for node in self._tree.nodes:  # parents precede their children
-            if node.parent is not None and node.parent.id in aside:
-                aside.add(node.id)
-        candidates = [
-            leaf
-            for leaf in self._tree.leaves()
-            if leaf.agent == self._tree.calls[0].agent and leaf.id not in self._undelivered
-        ]
-        return max(candidates, key=lambda leaf: (leaf.id not in aside, leaf.id), default=None)
+    def _conversations(self, forks: Sequence[Fork]) -> Conversations:
+        """Links each branch that stays in a conversation with the summary that it quotes, if that was written
+        under its own system prompt, else with its sibling."""
+        signals = self._signals
+        summaries = {
+            edge.target.id: edge.source.id
+            for edge in self._edges
+            if edge.cause == Cause.COMPACTION and signals.have_one_system_prompt(edge.source, edge.target)
+        }
+        return Conversations(
+            self._tree,
+            signals.main_call,
+            branches={fork.branch.id for fork in forks},
+            links=[
+                (summaries.get(fork.branch.id, fork.sibling.id), fork.branch.id)
+                for fork in forks
+                if fork.cause not in ASIDE_CAUSES
+            ],
+            undelivered=self._undelivered.keys(),
+        )
 
 
 class _SiblingOutputs:

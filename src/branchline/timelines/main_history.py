@@ -1,0 +1,84 @@
+"""Which timeline is the conversation of a session, or of one of its agents.
+
+The main history is the delivered timeline that ends last among those that are reached from the main call (the
+first call that is no side call) without crossing a fork or an edge to another agent's conversation. Answers,
+rewards of turns and exports ask here and nowhere else.
+
+A branch belongs to the conversation of the sibling that it is compared with, whichever of the two came first.
+A compacted conversation belongs to the conversation whose summary it quotes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from branchline.core.call import Call
+from branchline.tree.tree import Node, Tree
+
+
+class Conversations:
+    """The conversations of a tree, by the forks and edges that do not leave them."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        main_call: Call,
+        *,
+        branches: AbstractSet[int],
+        links: Iterable[tuple[int, int]],
+        undelivered: AbstractSet[int],
+    ) -> None:
+        """`branches` are the nodes that begin a branch beyond the first at a node; `links` connect those that
+        stay in a conversation with the node that they belong to."""
+        self._tree = tree
+        self._main_call = main_call
+        self._branches = branches
+        self._undelivered = undelivered
+        self._linked: dict[int, list[int]] = {}
+        for one, other in links:
+            self._linked.setdefault(one, []).append(other)
+            self._linked.setdefault(other, []).append(one)
+
+    def main_leaf(self) -> Node | None:
+        """Returns the end of the main history: its last answer that reached its client, or its last answer if
+        none did."""
+        reached = self._reached(self._main_call)
+        return self._last([leaf for leaf in self._tree.leaves() if leaf.id in reached])
+
+    def leaf_of(self, agent: str) -> Node | None:
+        """Returns the end of an agent's conversation; of several conversations, that of the last one. None if
+        no timeline ends with the agent."""
+        if agent == self._main_call.agent:
+            return self.main_leaf()
+        return self._last([leaf for leaf in self._tree.leaves() if leaf.agent == agent])
+
+    def _reached(self, start: Call) -> set[int]:
+        """Returns the nodes of the conversation that a call belongs to."""
+        path = self._tree.nodes[start.outputs[0] if start.outputs else start.prompt_node].path()
+        found = {node.id for node in path}
+        above = {node.id for node in path[:-1]} | {self._tree.root.id}
+        open_nodes = [self._tree.root.id, *found]
+        while open_nodes:
+            node_id = open_nodes.pop()
+            following = self._linked.get(node_id, [])
+            if node_id not in above:
+                children = self._tree.nodes[node_id].all_children()
+                following = [*following, *(child.id for child in children if child.id not in self._branches)]
+            for other in following:
+                if other not in found:
+                    found.add(other)
+                    open_nodes.append(other)
+        return found
+
+    def _last(self, leaves: Sequence[Node]) -> Node | None:
+        """Returns the leaf that ends last, a delivered one if there is any. The choices of one call end at
+        the same time; clients use the first."""
+
+        def order(leaf: Node) -> tuple[bool, int, int]:
+            is_delivered = leaf.id not in self._undelivered
+            if leaf.output is None:
+                return is_delivered, leaf.id, 0
+            return is_delivered, self._tree.call_of(leaf).outputs[0], -leaf.output.choice_index
+
+        return max(leaves, key=order, default=None)
