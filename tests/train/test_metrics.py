@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,29 @@ def test_lines_after_a_checkpoint_and_a_torn_line_are_removed(tmp_path: Path) ->
         {"step": 2, "reward": 0.5},
         {"step": 3, "reward": 0.5},
     ]
+
+
+def read_strictly(path: Path) -> list[dict[str, float]]:
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_figures_that_are_no_numbers_are_left_out_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1, "entropy": math.nan, "kl/sampler": math.inf, "reward": 0.5})
+    assert read_strictly(log.path) == [{"step": 1, "reward": 0.5}]
+    assert "step 1: not finite and left out of the metrics: entropy, kl/sampler" in caplog.text
+
+
+def test_an_older_file_with_nan_is_strict_json_after_a_resume(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.path.write_text('{"step": 1, "loss": NaN, "reward": 0.5}\n{"step": 2, "reward": -Infinity}\n')
+    log.truncate(1)
+    assert read_strictly(log.path) == [{"step": 1, "reward": 0.5}]
 
 
 def test_a_run_without_metrics_is_empty(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_a_resumed_run_continues_the_same_curve(policy: Path, tmp_path: Path) ->
     found = [without_times(line) for line in read_metrics(tmp_path / "parts" / "metrics.jsonl")]
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert [line["reward"] for line in found] == [line["reward"] for line in expected]
-    assert [line["num_tokens"] for line in found] == [line["num_tokens"] for line in expected]
+    assert [line["total_sampled_tokens"] for line in found] == [
+        line["total_sampled_tokens"] for line in expected
+    ]
     assert torch.allclose(weights_of(second), weights_of(whole), atol=1e-4)
     assert (weights_of(first) - weights_of(second)).abs().max() > 1e-3
 
@@ -325,6 +327,48 @@ def test_an_agent_may_post_its_reward_instead_of_returning_it(policy: Path, tmp_
     (posted,) = run_steps(create_trainer(policy, tmp_path / "posted", post, steps=1))
     (returned,) = run_steps(create_trainer(policy, tmp_path / "returned", steps=1))
     assert posted.metrics["reward"] == returned.metrics["reward"]
+
+
+def test_the_constant_normaliser_divides_by_episodes_and_length(policy: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 1, "group_std": "none", "update": {"learning_rate": 0.0}}
+    token, constant = (
+        run_steps(create_trainer(policy, tmp_path / name, **options, **changes))[0].metrics
+        for name, changes in (
+            ("token", {"normaliser": "token"}),
+            ("constant", {"normaliser": "constant", "constant_length": 100}),
+        )
+    )
+    # The mean over all tokens times their number, over episodes × length.
+    expected = token["grad_norm"] * token["delivered_tokens"] / (6 * 100)
+    assert constant["grad_norm"] == pytest.approx(expected, rel=1e-3)
+    for changes in ({"normaliser": "constant"}, {"constant_length": 5}):
+        with pytest.raises(InputError, match=r"constant_length: got .* expected a number of tokens"):
+            small_config(**changes)
+
+
+def test_rewards_are_reported_as_trl_does(policy: Path, tmp_path: Path) -> None:
+    rewards = {"step0-group0": [1.0, 0.0, 0.5], "step0-group1": [2.0, 2.0, 2.0]}
+
+    async def reward(question: str, session: AgentSession) -> float:
+        await ask_twice(question, session)
+        group, slot = session.id.rsplit("-", 1)
+        return rewards[group][int(slot)]
+
+    (result,) = run_steps(create_trainer(policy, tmp_path / "run", reward, steps=1))
+    values = torch.tensor([*rewards["step0-group0"], *rewards["step0-group1"]])
+    assert result.metrics["reward"] == pytest.approx(values.mean().item())
+    assert result.metrics["reward_std"] == pytest.approx(values.std().item())
+    assert result.metrics["frac_reward_zero_std"] == 0.5
+
+
+def test_what_is_not_known_is_not_shown_as_zero(policy: Path, tmp_path: Path) -> None:
+    async def reward_all(question: str, session: AgentSession) -> float:
+        await ask_twice(question, session)
+        return 1.0
+
+    (result,) = run_steps(create_trainer(policy, tmp_path / "run", reward_all, steps=1))
+    assert "entropy" not in result.metrics
+    assert "entropy -  kl to sampler -" in describe_step(result.metrics)
 
 
 def test_invalid_settings_are_refused_with_their_names() -> None:

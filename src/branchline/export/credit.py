@@ -20,9 +20,11 @@ from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
 
-Normaliser = Literal["token", "trajectory", "episode"]
+Normaliser = Literal["token", "trajectory", "episode", "constant"]
 """`token`: every trained token weighs alike. `trajectory`: the tokens of a trajectory weigh 1 together, ART's
-rule. `episode`: the tokens of each of a trajectory's k samples weigh 1/k together."""
+rule. `episode`: the tokens of each of a trajectory's k samples weigh 1/k together. `constant`: weights as for
+`token`, but the loss is their sum divided by episodes × a constant length, not by the sum of the weights; the
+normaliser of Dr. GRPO."""
 GroupStd = Literal["sample", "population", "none"]
 """What advantages are divided by. `sample`: the standard deviation of the group's rewards as a sample, with
 n − 1 in the denominator, as in TRL and verl. `population`: with n, as in the paper on GRPO. `none`: nothing,
@@ -196,7 +198,7 @@ def token_weights(trajectory: Trajectory, normaliser: Normaliser) -> list[NDArra
         )
     shares = [sample.shares.astype(np.float64) for sample in trajectory.samples]
     sums = [float(values.sum()) for values in shares]
-    if normaliser == "token":
+    if normaliser in ("token", "constant"):
         return shares
     if normaliser == "trajectory":
         total = sum(sums)

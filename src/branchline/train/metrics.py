@@ -1,4 +1,6 @@
-"""Metrics of a run, one flat dict per step, under the names that TRL uses.
+"""Metrics of a run, one flat dict per step. Where TRL has a name for a figure, it is used with TRL's meaning.
+
+A figure that is not known in a step is absent: files and trackers have finite numbers only.
 
 They are written to `metrics.jsonl` in the run folder and, on request, to trackio, Weights & Biases or mlflow.
 """
@@ -7,12 +9,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from branchline.core.errors import InputError, MissingExtraError
 
+log = logging.getLogger("branchline.train")
 METRICS_FILE = "metrics.jsonl"
 TrackerName = Literal["trackio", "wandb", "mlflow"]
 
@@ -29,9 +34,14 @@ class MetricsLog:
         self._is_started = False
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """Appends the metrics of one step."""
+        """Appends the metrics of one step, except those that are not finite numbers, which are logged."""
+        if strange := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
+            log.warning(
+                "step %d: not finite and left out of the metrics: %s", metrics["step"], ", ".join(strange)
+            )
+        metrics = _finite(metrics)
         with self.path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(_line(metrics))
         if not self._is_started:
             self._is_started = True
             for tracker in self._trackers:
@@ -45,11 +55,19 @@ class MetricsLog:
         if not self.path.exists():
             return
         lines = read_metrics(self.path)
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
+        self.path.write_text("".join(_line(_finite(line)) for line in lines if line["step"] <= step))
 
     def close(self) -> None:
         for tracker in self._trackers if self._is_started else ():
             tracker.finish()
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _line(metrics: Mapping[str, float]) -> str:
+    return json.dumps(metrics, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

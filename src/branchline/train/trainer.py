@@ -40,9 +40,10 @@ from branchline.core.errors import BranchlineError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder
 from branchline.engines.hf.scheduler import HfConfig
 from branchline.export.batches import training_rows
-from branchline.export.credit import CreditPolicy, GroupStd, Normaliser, group_statistics
+from branchline.export.credit import CreditPolicy, GroupStatistics, GroupStd, Normaliser, group_statistics
 from branchline.export.packing import TrainingRow
 from branchline.export.samples import ExportPolicy
+from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.rollout.rewards import RewardFunction, VerifierCommand
@@ -75,6 +76,9 @@ class TrainerConfig:
     """How many versions the policy may have moved between the start of an episode and its update."""
     update: UpdateConfig = field(default_factory=UpdateConfig)
     normaliser: Normaliser = "trajectory"
+    constant_length: int | None = None
+    """Of the normaliser `constant`: the loss is divided by this times the number of episodes. TRL's
+    `max_completion_length`, the most tokens that an episode may have."""
     credit: CreditPolicy = field(default_factory=CreditPolicy)
     group_std: GroupStd = "sample"
     """What advantages are divided by: the standard deviation of their group, or nothing."""
@@ -92,9 +96,15 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("groups_per_step", 1), ("group_size", 2), ("max_staleness", 0),
-                            ("checkpoint_every", 1), ("keep_checkpoints", 1)):  # fmt: skip
+                            ("checkpoint_every", 1), ("keep_checkpoints", 1),
+                            ("constant_length", 1)):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < least:
                 raise InputError(f"{name}: got {value}, expected {least} or more")
+        if (self.normaliser == "constant") != (self.constant_length is not None):
+            raise InputError(
+                f"constant_length: got {self.constant_length} for the normaliser {self.normaliser!r}, "
+                "expected a number of tokens for `constant` and None for the others"
+            )
         if "temperature" in self.sampling:
             raise InputError("sampling.temperature: expected it in update.temperature, which trains it too")
 
@@ -245,7 +255,11 @@ class Trainer(Generic[T]):
     ) -> dict[str, float]:
         """Updates the policy and the engine, and records the step."""
         rows = self.build_rows(groups)
-        updated = await asyncio.to_thread(self._updater.update, rows, self.step / self.config.steps)
+        divisor = None
+        if self.config.constant_length is not None:
+            divisor = float(sum(len(group.trajectories) for group in groups) * self.config.constant_length)
+        progress = self.step / self.config.steps
+        updated = await asyncio.to_thread(self._updater.update, rows, progress, divisor=divisor)
         version = self.step + 1
         sampled = sum(sum(group.answer_lengths) for group in groups)
         self._state = CheckpointState(version, self.config.seed, self._state.num_tokens + sampled)
@@ -255,7 +269,7 @@ class Trainer(Generic[T]):
             **_episode_metrics(groups, self.config.group_std),
             **_advantage_metrics(rows),
             **updated,
-            "num_tokens": float(self._state.num_tokens),
+            "total_sampled_tokens": float(self._state.num_tokens),
             "staleness": float(version - 1 - _oldest_version(rows, version - 1)),
         }
         try:
@@ -326,13 +340,22 @@ class Trainer(Generic[T]):
         return self.run_folder
 
 
+_DESCRIBED = (
+    ("reward", "reward", ".3f"),
+    ("loss", "loss", "+.4f"),
+    ("entropy", "entropy", ".3f"),
+    ("kl to sampler", "kl/sampler", ".1e"),
+)
+"""What the line of a step shows: label, metric and format."""
+
+
 def describe_step(metrics: dict[str, float]) -> str:
-    """Returns one line about a step. That of the first has the difference of engine and trainer."""
-    line = (
-        f"step {metrics['step']:3.0f}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.4f}  "
-        f"entropy {metrics.get('entropy', 0):.3f}  kl {metrics.get('kl/sampler', 0):.1e}  "
-        f"{metrics['step_time']:.1f} s"
-    )
+    """Returns one line about a step, with "-" for what is not known. That of the first has the difference of
+    engine and trainer."""
+    parts = [f"step {metrics['step']:3.0f}"]
+    for label, key, style in _DESCRIBED:
+        parts.append(f"{label} {format(metrics[key], style) if key in metrics else '-'}")
+    line = "  ".join([*parts, f"{metrics['step_time']:.1f} s"])
     name = "sampling/sampling_logp_difference"
     if metrics["step"] == 1 and f"{name}/mean" in metrics:
         mean, largest = metrics[f"{name}/mean"], metrics[f"{name}/max"]
@@ -342,33 +365,49 @@ def describe_step(metrics: dict[str, float]) -> str:
 
 def _episode_metrics(groups: Sequence[EpisodeGroup], group_std: GroupStd) -> dict[str, float]:
     statistics = [group_statistics(group.trajectories, group_std=group_std) for group in groups]
-    counted = [entry for entry in statistics if entry.episodes]
-    lengths = [length for group in groups for length in group.answer_lengths]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    reports = [trajectory.report for trajectory in trajectories if trajectory.report is not None]
-    delivered = sum(
-        trajectory.report.trained_tokens
-        for trajectory in trajectories
-        if trajectory.report is not None and not trajectory.failed
-    )
+    delivered = [trajectory for trajectory in trajectories if not trajectory.failed]
+    lengths = [length for group in groups for length in group.answer_lengths]
     causes: Counter[str] = sum((group.causes for group in groups), Counter())
-    episodes = sum(entry.episodes for entry in counted)
     return {
-        "reward": sum(entry.mean * entry.episodes for entry in counted) / episodes if episodes else 0.0,
-        "reward_std": sum(entry.std for entry in counted) / len(counted) if counted else 0.0,
-        "frac_reward_zero_std": sum(entry.has_equal_rewards for entry in counted) / len(counted)
-        if counted
-        else 0.0,
-        "completions/mean_length": sum(lengths) / len(lengths) if lengths else 0.0,
-        "completions/clipped_ratio": sum(group.truncated_answers for group in groups) / max(1, len(lengths)),
+        **_reward_metrics(statistics, [trajectory.episode_reward for trajectory in delivered]),
+        **(
+            {
+                "replies/mean_length": sum(lengths) / len(lengths),
+                "replies/truncated_ratio": sum(group.truncated_answers for group in groups) / len(lengths),
+            }
+            if lengths
+            else {}
+        ),
         "episodes": float(len(trajectories)),
-        "failed_episodes": float(len(trajectories) - episodes),
+        "failed_episodes": float(len(trajectories) - len(delivered)),
         "calls": float(sum(group.calls for group in groups)),
         "samples": float(sum(len(trajectory.samples) for trajectory in trajectories)),
-        "sampled_tokens": float(sum(report.sampled_tokens for report in reports)),
-        "delivered_tokens": float(delivered),
+        "sampled_tokens": float(_count_tokens(trajectories, "sampled_tokens")),
+        "delivered_tokens": float(_count_tokens(delivered, "trained_tokens")),
         **{f"forks/{cause}": float(count) for cause, count in sorted(causes.items())},
     }
+
+
+def _reward_metrics(
+    statistics: Sequence[GroupStatistics], episode_rewards: Sequence[float | None]
+) -> dict[str, float]:
+    """As in TRL: mean and standard deviation over all episodes that did not fail, and the share of these in
+    groups of equal rewards; absent where there are too few."""
+    rewards = np.array([reward for reward in episode_rewards if reward is not None], np.float64)
+    equal = sum(entry.episodes for entry in statistics if entry.episodes > 1 and entry.has_equal_rewards)
+    metrics: dict[str, float] = {}
+    if len(rewards):
+        metrics |= {"reward": float(rewards.mean()), "frac_reward_zero_std": equal / len(rewards)}
+    if len(rewards) > 1:
+        metrics["reward_std"] = float(rewards.std(ddof=1))
+    return metrics
+
+
+def _count_tokens(trajectories: Sequence[Trajectory], name: str) -> int:
+    return sum(
+        getattr(trajectory.report, name) for trajectory in trajectories if trajectory.report is not None
+    )
 
 
 def _advantage_metrics(rows: Sequence[TrainingRow]) -> dict[str, float]:
