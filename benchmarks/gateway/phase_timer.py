@@ -21,10 +21,11 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
-from branchline.gateway import model_api, uvicorn_server
+from branchline.gateway import model_api
 from branchline.gateway.access import AccessControl
 from branchline.gateway.asgi import AsgiRequest
 from branchline.gateway.model_api import ModelApi
+from branchline.gateway.server_connection import ServerConnection
 from branchline.runtime import call_lifecycle
 from branchline.tree.match import PathMatcher
 from branchline.tree.session import Session
@@ -99,7 +100,7 @@ def timed(engine: type) -> Iterator[PhaseTimer]:
     timer = PhaseTimer()
     cycle = import_module(AutoHTTPProtocol.__module__).RequestResponseCycle
     wraps: list[tuple[Any, str, Wrap]] = [
-        (uvicorn_server._HttpProtocol, "data_received", partial(_before, timer.begin)),
+        (ServerConnection, "data_received", partial(_before, timer.begin)),
         (AccessControl, "model_session", partial(_around, timer, None, _ROUTING)),
         (model_api, "read_body_parts", partial(_awaited, timer, None, "body: read")),
         (ModelApi, "_parse", partial(_around, timer, None, "body: decode, parse")),

@@ -21,9 +21,10 @@ from branchline.gateway.server import Gateway, GatewaySession
 AsyncTest = Callable[[], Coroutine[Any, Any, None]]
 
 
-def run(test: AsyncTest) -> None:
+def run(test: AsyncTest, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
     """Runs an async test with a timeout."""
-    asyncio.run(asyncio.wait_for(test(), 30))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(asyncio.wait_for(test(), 30))
 
 
 @dataclass

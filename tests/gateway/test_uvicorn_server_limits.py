@@ -5,111 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.gateway import uvicorn_server
-from branchline.gateway.config import GatewayConfig
-from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
+from branchline.gateway import server_connection, uvicorn_server
+from branchline.gateway.uvicorn_server import UvicornServer
 from tests.gateway.harness import run
+from tests.gateway.limited_server import GET, EchoApp, limited_server, read_response
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 HEADER_LIMIT = 2000
-GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-@dataclass
-class EchoApp:
-    """Answers with the body of a request, if `reads_body` is set after it has arrived."""
-
-    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
-    stops_halfway: bool = False
-    reads_body: bool = True
-    scopes: list[Any] = field(default_factory=list)
-    disconnects: int = 0
-    answer: bytes | None = None
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.scopes.append(scope)
-        body, more = b"", self.reads_body
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self.disconnects += 1
-                return
-            body, more = body + message["body"], message["more_body"]
-        await self.may_answer.wait()
-        content = body if self.answer is None else self.answer
-        length = (b"content-length", str(len(content)).encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [length]})
-        if self.stops_halfway:
-            await send(
-                {"type": "http.response.body", "body": content[: len(content) // 2], "more_body": True}
-            )
-            assert (await receive())["type"] == "http.disconnect"
-            return
-        await send({"type": "http.response.body", "body": content})
-
-
-@dataclass
-class LimitedServer:
-    app: EchoApp
-    server: UvicornServer
-    port: int
-    writers: list[asyncio.StreamWriter] = field(default_factory=list)
-
-    async def connect(self) -> Stream:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        self.writers.append(writer)
-        return reader, writer
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    @property
-    def connections(self) -> int:
-        return len(self.server.server_state.connections)
-
-
-@asynccontextmanager
-async def limited_server(*, answers: bool = True, **limits: Any) -> AsyncIterator[LimitedServer]:
-    app, listener = EchoApp(), bind_socket("127.0.0.1", 0)
-    if answers:
-        app.may_answer.set()
-    limited, port = UvicornServer(app, GatewayConfig(**limits)), listener.getsockname()[1]
-    task = asyncio.create_task(limited.serve(sockets=[listener]))
-    while not limited.started:
-        await asyncio.sleep(0)
-    running = LimitedServer(app, limited, port)
-    try:
-        yield running
-    finally:
-        for writer in running.writers:
-            writer.transport.abort()
-        app.may_answer.set()
-        await running.wait_until(lambda: running.connections == 0)
-        limited.stop()
-        limited.force_exit = True
-        await task
 
 
 @pytest.fixture(autouse=True)
 def _frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_server, "_TICK_S", 0.01)
-    monkeypatch.setattr(uvicorn_server, "_LINGER_S", 0.05)
-
-
-async def read_response(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-    return head + await reader.readexactly(length)
+    monkeypatch.setattr(server_connection, "_LINGER_S", 0.05)
 
 
 # -- size of the head --------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ async def _serve(
     async with gateway:
         session = await gateway.session()
         print(_startup_message(gateway, given_key, session.base_url, session.api_key), flush=True)
-        await stop.wait()
+        await gateway.serve_until(stop)
         log.info("waiting for running calls", extra={"drain_s": options.drain_s})
 
 

@@ -32,7 +32,7 @@ Messages state the key, the value and the expectation. Only the gateway knows HT
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -238,6 +238,14 @@ class SinkError(BranchlineError):
 
 class MissingExtraError(BranchlineError, ImportError):
     """A package of an optional extra is not installed; `name` is its import name."""
+
+
+def raise_errors(what_failed: str, errors: Sequence[BaseException]) -> None:
+    """Raises what several steps have raised, if anything: the error, or all of them as one group."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise BaseExceptionGroup(what_failed, errors)
 
 
 @contextmanager

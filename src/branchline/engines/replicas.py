@@ -18,7 +18,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from branchline.chat.vision import ImageSpan
-from branchline.core.errors import EngineError, EngineInputError, EngineOutputError, InputError
+from branchline.core.errors import (
+    EngineError,
+    EngineInputError,
+    EngineOutputError,
+    InputError,
+    raise_errors,
+)
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import (
     CONSTRAINT_FIELDS,
@@ -248,7 +254,11 @@ class Replicas:
         for replica in self._replicas.values():
             if replica.check is not None:
                 replica.check.cancel()
-        await asyncio.gather(*[replica.engine.close() for replica in self._replicas.values()])
+        closing = [replica.engine.close() for replica in self._replicas.values()]
+        outcomes = await asyncio.gather(*closing, return_exceptions=True)
+        raise_errors(
+            f"{self.name}: replicas could not be closed", [one for one in outcomes if one is not None]
+        )
 
     def _validate(self, engine: Engine) -> None:
         if engine.name in self._replicas:

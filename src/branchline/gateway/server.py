@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from branchline.chat.base import Codec, HistoryPolicy
-from branchline.core.errors import BranchlineError, InputError
+from branchline.core.errors import BranchlineError, GatewayError, InputError, raise_errors
 from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.export.samples import Export, ExportPolicy
@@ -111,8 +111,14 @@ class Gateway:
             require_loopback(host)
         if config.auth and not config.admin_key:
             config = replace(config, admin_key="ak-bl-" + secrets.token_urlsafe(24))
+        codec = codec or _engine_codec(engine)
         self._journal = Journal(journal, durability=durability) if journal is not None else None
-        self.sessions = SessionStore(codec or _engine_codec(engine), history=history, journal=self._journal)
+        try:
+            self.sessions = SessionStore(codec, history=history, journal=self._journal)
+        except BaseException:
+            if self._journal is not None:
+                self._journal.close()
+            raise
         self.app = GatewayApp(engine, self.sessions, config, tuple(observers), tuple(on_session_end))
         self.admin_key = config.admin_key
         self._host, self._port = host, port
@@ -120,7 +126,8 @@ class Gateway:
         self._server_task: asyncio.Task[None] | None = None
         self._expiry_task: asyncio.Task[None] | None = None
         self._skip_drain_event = asyncio.Event()
-        self._is_stopped = False
+        self._stop_task: asyncio.Task[None] | None = None
+        self._server_ended = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -134,7 +141,7 @@ class Gateway:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.stop()
+        await self._stop_after(error)
 
     async def start(self) -> None:
         """Starts to listen; when this returns, the port is known and requests are answered."""
@@ -142,8 +149,8 @@ class Gateway:
             if self._journal is not None:
                 await self.app.router.restore(self._journal, self.sessions.max_version)
             await self._listen()
-        except BaseException:
-            await self.stop()
+        except BaseException as error:
+            await self._stop_after(error)
             raise
         if self.app.config.idle_s:
             self._expiry_task = asyncio.create_task(self._expire_idle_sessions(self.app.config.idle_s))
@@ -155,8 +162,26 @@ class Gateway:
         self._server_task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._server_task.done():
             await asyncio.sleep(0)
+        self._server_task.add_done_callback(self._handle_server_end)
         if self._server_task.done():
             self._server_task.result()
+
+    def _handle_server_end(self, server_task: asyncio.Task[None]) -> None:
+        """Makes it known if the server has ended by itself: nothing is answered any more."""
+        self._server_ended.set()
+        if self._stop_task is None:
+            error = "it was cancelled" if server_task.cancelled() else server_task.exception()
+            log.critical("the server has ended, and every connection was closed: %s", error)
+            self.sessions.stopping.set()
+
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        """Waits until `stop` is set, or the server has ended by an error, which `stop()` then raises."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._server_ended)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _expire_idle_sessions(self, idle_s: float) -> None:
         while True:
@@ -165,39 +190,99 @@ class Gateway:
                 await self.sessions.expire_idle(idle_s)
             except BranchlineError as error:  # the journal failed; calls are refused with that error
                 log.warning("sessions could not be expired: %s", error)
+            except Exception:
+                log.exception("sessions could not be expired")
 
     async def stop(self) -> None:
         """Refuses new requests, waits for those in progress, closes engine and journal.
 
         Requests still running after `drain_s`, or after `skip_drain`, are cancelled; their calls are recorded
         as cancelled, with what was sampled.
+
+        Everything is closed, whatever fails before, also if this is cancelled: a cancellation skips the wait
+        for calls. What failed is raised then, several errors as one group.
         """
-        if self._is_stopped:
-            return
-        self._is_stopped = True
+        if self._stop_task is None:
+            self._stop_task = asyncio.create_task(self._close_all())
+        elif self._stop_task.done():
+            return  # it has raised already
+        cancelled: asyncio.CancelledError | None = None
+        while not self._stop_task.done():
+            try:
+                await asyncio.wait({self._stop_task})
+            except asyncio.CancelledError as error:
+                if cancelled is not None:
+                    self._stop_task.cancel()  # ends the current step; the next ones follow
+                cancelled = error
+                self.skip_drain()
+        if cancelled is not None:
+            _log_stop_error(None if self._stop_task.cancelled() else self._stop_task.exception())
+            raise cancelled
+        self._stop_task.result()
+
+    async def _stop_after(self, error: BaseException | None) -> None:
+        """Stops after an error, which is the one that is raised; what fails here is logged then."""
+        try:
+            await self.stop()
+        except BaseException as stop_error:
+            if error is None:
+                raise
+            if stop_error is not error:
+                _log_stop_error(stop_error)
+
+    async def _close_all(self) -> None:
+        self.sessions.stopping.set()
+        errors: list[BaseException] = []
+        for close in (
+            self._close_expiry,
+            self._drain,
+            self._close_sessions,
+            self.app.router.close,
+            self._close_journal,
+        ):
+            try:
+                await close()
+            except BaseException as error:  # also a cancellation: what remains is closed before it is raised
+                errors.append(error)
+        raise_errors("the gateway did not stop cleanly", errors)
+
+    async def _close_expiry(self) -> None:
         if self._expiry_task is not None:
             self._expiry_task.cancel()
-            await asyncio.gather(self._expiry_task, return_exceptions=True)
-        self.sessions.stopping.set()
-        if self._server is not None and self._server_task is not None:
-            await self._drain(self._server, self._server_task)
-        self.sessions.close()
-        await self.app.router.close()
-        if self._journal is not None:
-            await asyncio.to_thread(self._journal.close)
+            await asyncio.wait({self._expiry_task})
 
-    async def _drain(self, server: UvicornServer, server_task: asyncio.Task[None]) -> None:
+    async def _drain(self) -> None:
+        server, server_task = self._server, self._server_task
+        if server is None or server_task is None:
+            return
         server.stop()
         skip_drain = asyncio.ensure_future(self._skip_drain_event.wait())
-        await asyncio.wait(
-            {server_task, skip_drain}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        skip_drain.cancel()
-        if not server_task.done():
-            log.warning("cancelling %d calls that are still running", self.app.model_api.in_flight)
-            await self.app.cancel_all()
-            server.force_exit = True
+        try:
+            drain_s = self.app.config.drain_s
+            await asyncio.wait(
+                {server_task, skip_drain}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            skip_drain.cancel()
+            try:
+                if not server_task.done():
+                    log.warning("cancelling %d calls that are still running", self.app.model_api.in_flight)
+                    await self.app.cancel_all()
+            finally:
+                server.force_exit = True
+        if server_task.cancelled():
+            raise GatewayError("the server was cancelled while it served")
         await server_task
+
+    async def _close_sessions(self) -> None:
+        self.sessions.close()
+
+    async def _close_journal(self) -> None:
+        if self._journal is not None:
+            try:
+                await asyncio.to_thread(self._journal.close)
+            finally:  # at once, if the thread was not waited for
+                self._journal.close()
 
     def skip_drain(self) -> None:
         """Lets `stop`, also one in progress, cancel requests at once instead of waiting for them."""
@@ -210,6 +295,11 @@ class Gateway:
         )
         base_url = f"{self.url}/sessions/{managed.id}/v1"
         return GatewaySession(self.sessions, managed, base_url, api_key, control_key)
+
+
+def _log_stop_error(error: BaseException | None) -> None:
+    if error is not None:
+        log.error("the gateway did not stop cleanly: %s", error, exc_info=error)
 
 
 def _http_url(host: str, port: int) -> str:

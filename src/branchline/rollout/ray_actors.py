@@ -17,7 +17,7 @@ from pathlib import Path
 
 from branchline.chat.base import Codec
 from branchline.client.async_client import AsyncClient
-from branchline.core.errors import BranchlineError, GatewayError
+from branchline.core.errors import GatewayError
 from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.config import GatewayConfig
@@ -63,7 +63,7 @@ class GatewayActor:
         settings = self._settings
         try:
             await self._serve(settings)
-        except (BranchlineError, OSError) as error:
+        except Exception as error:
             # One text: not every error can be sent to another process.
             raise GatewayError(f"gateway {settings.host}:{settings.port}: {error}") from None
 
@@ -85,7 +85,7 @@ class GatewayActor:
         async with gateway:
             tune_gc()
             self._started.set()
-            await self._stop_requested.wait()
+            await gateway.serve_until(self._stop_requested)
 
     async def wait_until_started(self) -> None:
         await self._started.wait()

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from branchline.core.errors import BranchlineError, InputError, JournalError, MessageError
+from branchline.core.errors import BranchlineError, InputError, JournalError, MessageError, raise_errors
 from branchline.engines.base import Engine
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
@@ -244,9 +244,10 @@ class Router:
             await asyncio.wrap_future(self._journal.append(POLICY_RECORDS, msgspec.msgpack.encode(record)))
 
     async def close(self) -> None:
-        await asyncio.gather(
-            *(engine.close() for engine in (self.default_engine, *self._named_engines.values()))
-        )
+        """Closes every engine, also after one could not be closed."""
+        closing = [engine.close() for engine in (self.default_engine, *self._named_engines.values())]
+        outcomes = await asyncio.gather(*closing, return_exceptions=True)
+        raise_errors("engines could not be closed", [one for one in outcomes if one is not None])
 
     # -- replicas ------------------------------------------------------------------------------------
 

@@ -202,9 +202,9 @@ class SessionStore:
     async def _handle_closed(self, managed: ManagedSession) -> None:
         self._mark_closed(managed)
         for observe in self.on_session_end:
-            observe(managed)
+            _observe(observe, managed)
         for observe in self.on_session_end_in_thread:
-            await asyncio.to_thread(observe, managed)
+            await asyncio.to_thread(_observe, observe, managed)
 
     async def wait_until_ended(self, managed: ManagedSession, timeout_s: float | None = None) -> None:
         """Waits until a session is no longer open, the process stops, or the timeout is over."""
@@ -229,7 +229,7 @@ class SessionStore:
             for managed in self:
                 if not managed.is_closed:
                     for observe in self.on_session_end:
-                        observe(managed)
+                        _observe(observe, managed)
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -327,6 +327,14 @@ class SessionStore:
             problem,
             extra={"session": session_id, "calls_before": len(managed.session.tree.calls) if managed else 0},
         )
+
+
+def _observe(observe: SessionObserver, managed: ManagedSession) -> None:
+    """Calls an observer; one that raises is logged, so that the others and the session's end are not hurt."""
+    try:
+        observe(managed)
+    except Exception:
+        log.exception("an observer failed for the end of session %s", managed.id)
 
 
 def _new_names(session_id: str, idempotency_key: str, secret: str) -> tuple[str, str, str]:
