@@ -25,7 +25,7 @@ from branchline import (
 )
 from branchline.core.errors import ExportError, MessageError
 from branchline.core.reader import write_message
-from branchline.export.histories import build_tree
+from branchline.export.hand_built import build_tree
 from branchline.testing.plan_runner import ExecutedCall, PlanRunner
 from branchline.testing.plans import PlanGenerator
 from branchline.timelines.causes import Cause
@@ -138,14 +138,17 @@ def test_choices_without_their_prompts_are_rendered_and_inexact() -> None:
         np.testing.assert_array_equal(one.prompt_ids, other.prompt_ids)
 
 
-def test_a_prompt_that_the_codec_renders_differently_is_inexact() -> None:
+def test_a_choice_with_all_ids_is_exact_whatever_the_codec_renders() -> None:
     _, (first, second) = thinking_session()
     first["prompt_token_ids"][0] += 1
     del second["prompt_token_ids"]
     policy = ExportPolicy(include_inexact=True)
     items = [user("What is 2+2?"), first, user("What is 3+3?"), second]
     samples = Trajectory.from_messages(items, codec=STRIPPING, policy=policy).samples
-    assert [sample.exact for sample in samples] == [False, False]
+    assert [sample.exact for sample in samples] == [True, False]
+    assert samples[0].prompt_ids.tolist() == first["prompt_token_ids"]
+    (sample,) = Trajectory.from_messages(items, codec=STRIPPING).samples
+    assert sample.exact, "what is not known of one choice drops no other"
 
 
 def test_a_response_with_the_prompt_that_the_codec_renders_is_exact_beside_one_without() -> None:

@@ -1,188 +1,266 @@
-"""Histories: conversations as messages and choices, and the tree of hand-built ones.
+"""Histories: conversations as messages, and which of them the model sampled.
 
-A choice is what a server answered; it may be an OpenAI object or its JSON. Its messages before it are its
-prompt. If all choices come with the ids of their prompts and of their tokens, the tree has exactly these ids.
-Otherwise a codec renders the prompts: an answer is exact only if its own ids are known and the prompt that
-the server reported equals the rendered one. An answer that occurs in several histories is one answer.
+A history is read from a session, or built by hand from messages and choices as with ART. A choice is what a
+server answered, as an OpenAI object or its JSON; the messages before it are its prompt.
 
-    History.read([{"role": "user", "content": "2+2?"}, response])     # a response: with its prompt's ids
-    History.read([{"role": "user", "content": "2+2?"}, response.choices[0]])
+    History(messages_and_choices=[{"role": "user", "content": "2+2?"}, response])     # with its prompt's ids
+    History(messages_and_choices=[{"role": "user", "content": "2+2?"}, response.choices[0]], tools=tools)
+
+What was given can be read back, equal and unchanged: a history has its own copy. `export/hand_built.py` turns
+choices into a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NoReturn
 
-import numpy as np
-
-from branchline.chat.base import Codec, HistoryPolicy
-from branchline.core.call import Generation, Request, read_tools
-from branchline.core.errors import ExportError, MessageError
+from branchline.core.call import Request, read_tools
+from branchline.core.errors import InputError, MessageError
 from branchline.core.message import Message
 from branchline.core.reader import read_message
 from branchline.core.token_arrays import Ids
-from branchline.timelines.links import MergePolicy
-from branchline.timelines.log import LoggedCall, LoggedOutput, read_choice, read_token_ids
-from branchline.timelines.merge import merge
-from branchline.tree.session import Session
-from branchline.tree.tree import Tree
+from branchline.timelines.log import LoggedOutput, read_choice, read_token_ids
+
+_ITEMS = "messages_and_choices"
+
+
+@dataclass(frozen=True)
+class SampledChoice:
+    """A choice of a hand-built history: its prompt as a request, what was sampled, and the ids that are known
+    of both."""
+
+    request: Request
+    output: LoggedOutput
+    prompt_ids: Ids | None = None
+    token_texts: tuple[bytes | None, ...] = ()
+    """The bytes of each token that has a logprob, if its output has logprobs and no ids."""
+    index: int = 0
+    """Its position in `messages_and_choices`."""
+    response_id: str = ""
+    choice_index: int | None = None
+    """Its number in a response with several choices."""
+
+    def may_be(self, other: SampledChoice) -> bool:
+        """Whether what the server said allows that both are one choice."""
+        return not (self.response_id and other.response_id and self.response_id != other.response_id) and (
+            self.choice_index is None or other.choice_index in (None, self.choice_index)
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the ids of the prompt and of the answer are those of the server."""
+        return self.prompt_ids is not None and self.output.ids is not None
 
 
 @dataclass(frozen=True)
 class History:
     """A conversation: its messages, and which of them the model sampled here."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     sampled: tuple[int, ...] = ()
     """The positions of the sampled messages."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """Empty if the history was read from a session, which keeps the ids of its tools and not their JSON."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """As given. A history that was read from a session has none: it keeps their ids and not their JSON."""
     agent: str = ""
-    calls: tuple[LoggedCall, ...] = field(default=(), repr=False)
-    """The call of each sampled message; only in a history that was built by hand."""
+    choices: tuple[SampledChoice, ...] = field(default=(), repr=False)
+    """What the model sampled; only in a history that was built by hand."""
+    messages_and_choices: Sequence[object] | None = field(default=None, kw_only=True, repr=False)
+    """The items that a history was built from, as given: OpenAI objects, their JSON, or `Message`s. A whole
+    response stands for its only choice. Only choices are trained."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """Arguments with which the chat template renders what is not known (`enable_thinking`, …)."""
+    train_messages: InitVar[bool] = field(default=False, kw_only=True)
+    """Assistant messages that are no choices are trained too."""
+
+    def __post_init__(self, train_messages: bool) -> None:
+        """Raises MessageError with the position of an item that cannot be read."""
+        if self.messages_and_choices is None or self.messages:
+            return
+        items = _own_copy(self.messages_and_choices)
+        tools = copy.deepcopy(self.tools)
+        kwargs = copy.deepcopy(_read_kwargs(self.chat_template_kwargs))
+        messages, choices = _read_items(items, tools, kwargs, self.agent, train_messages)
+        own: dict[str, object] = {
+            "messages": messages,
+            "sampled": tuple(len(choice.request.messages) for choice in choices),
+            "tools": tools,
+            "choices": choices,
+            _ITEMS: items,
+            "chat_template_kwargs": kwargs,
+        }
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def read(
         cls,
         messages_and_choices: Sequence[object],
-        tools: object = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         agent: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         train_messages: bool = False,
     ) -> History:
-        """Reads messages and choices in order: OpenAI objects, their JSON, or `Message`s. A whole response
-        stands for its only choice. Only choices are trained; with `train_messages`, assistant messages too.
+        """Returns the history of messages and choices."""
+        return cls(
+            tools=tools,
+            agent=agent,
+            messages_and_choices=messages_and_choices,
+            chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
+            train_messages=train_messages,
+        )
 
-        Raises MessageError with the position of an item that cannot be read.
-        """
-        tool_list = read_tools(tools)
-        messages: list[Message] = []
-        calls: list[LoggedCall] = []
-        for index, item in enumerate(messages_and_choices):
-            path = f"messages_and_choices[{index}]"
-            raw = item if isinstance(item, Message) else _to_json(item, path)
-            choice = _read_answer(raw, path) if isinstance(raw, dict) else None
-            if choice is None:
-                message = raw if isinstance(raw, Message) else read_message(raw, path)
+    @classmethod
+    def of(cls, raw: object, path: str) -> History:
+        """Returns a history from one, from its JSON, or from an object with the same attributes (ART's)."""
+        if isinstance(raw, History):
+            return raw
+        if isinstance(raw, Mapping):
+            known = (_ITEMS, "tools", "agent", "chat_template_kwargs")
+            for key in raw:
+                if key not in known:
+                    raise MessageError(f"{path}.{key}", raw[key], f"one of {', '.join(known)}")
+            fields = dict(raw)
+        else:
+            fields = {name: getattr(raw, name) for name in (_ITEMS, "tools") if hasattr(raw, name)}
+        if _ITEMS not in fields:
+            raise MessageError(path, type(raw).__name__, f"a history with {_ITEMS}")
+        return cls.read(fields.pop(_ITEMS), **fields)
+
+
+class ReadOnlyList(list[Any]):
+    """A list that does not change, and says so. It equals the list that it was made from."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise InputError(
+            f"{_ITEMS}: a history does not change; append to a list of your own, and build the history last"
+        )
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce__(self) -> tuple[type[ReadOnlyList], tuple[list[Any]]]:
+        return ReadOnlyList, (list(self),)
+
+
+def _own_copy(items: Iterable[object]) -> ReadOnlyList:
+    if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
+        raise MessageError(_ITEMS, items, "a list of messages and choices")
+    return ReadOnlyList(copy.deepcopy(list(items)))
+
+
+def _read_kwargs(kwargs: object) -> Mapping[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise MessageError("chat_template_kwargs", kwargs, "an object or None")
+    return kwargs
+
+
+def _read_items(
+    items: Sequence[object],
+    tools: Sequence[Mapping[str, Any]] | None,
+    chat_template_kwargs: Mapping[str, Any],
+    agent: str,
+    train_messages: bool,
+) -> tuple[tuple[Message, ...], tuple[SampledChoice, ...]]:
+    tool_list = read_tools([_plain(tool) for tool in tools] if isinstance(tools, list | tuple) else tools)
+    messages: list[Message] = []
+    choices: list[SampledChoice] = []
+    for index, item in enumerate(items):
+        path = f"{_ITEMS}[{index}]"
+        raw = item if isinstance(item, Message) else _to_json(item, path)
+        is_answer = isinstance(raw, dict) and "role" not in raw and ("choices" in raw or "message" in raw)
+        message = None
+        if not is_answer:
+            message = raw if isinstance(raw, Message) else read_message(raw, path)
+            if not train_messages or message.role != "assistant":
                 messages.append(message)
-                if not train_messages or message.role != "assistant":
-                    continue
-                choice = _Choice(LoggedOutput(message))
-                messages.pop()
-            if not messages:
-                raise MessageError(path, "a choice", "a message before the first choice")
-            request = Request(
-                tuple(messages), tool_list, chat_template_kwargs=dict(chat_template_kwargs or {}), agent=agent
-            )
-            calls.append(
-                LoggedCall(request, (choice.output,), choice.prompt_ids, line=index, id=choice.response_id)
-            )
-            messages.append(choice.output.message)
-        sampled = tuple(len(call.request.messages) for call in calls)
-        return cls(tuple(messages), sampled, tuple(tool_list), agent, tuple(calls))
+                continue
+        if not messages:
+            raise MessageError(path, "a choice", "a message before the first choice")
+        request = Request(tuple(messages), tool_list, chat_template_kwargs=chat_template_kwargs, agent=agent)
+        if message is not None:
+            choice = SampledChoice(request, LoggedOutput(message), index=index)
+        else:
+            assert isinstance(raw, dict)
+            choice = _read_answer(raw, path, request, index)
+        choices.append(choice)
+        messages.append(choice.output.message)
+    return tuple(messages), tuple(choices)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    output: LoggedOutput
-    prompt_ids: Ids | None = None
-    response_id: str = ""
-
-
-def _to_json(item: object, path: str) -> dict[str, Any]:
-    """Returns the JSON of an OpenAI object, extra fields such as `token_ids` included."""
-    if isinstance(item, dict):
-        return item
-    dump = getattr(item, "model_dump", None)
-    raw = dump(exclude_none=True) if callable(dump) else None
-    if not isinstance(raw, dict):
-        raise MessageError(path, type(item).__name__, "a message, a choice or a response")
-    return raw
-
-
-def _read_answer(raw: Mapping[str, Any], path: str) -> _Choice | None:
-    """Returns the choice that an item is or contains; None for a message."""
+def _read_answer(raw: Mapping[str, Any], path: str, request: Request, index: int) -> SampledChoice:
+    """Reads a choice, or a response with one choice."""
+    choice_path, choice = path, raw
     if "choices" in raw:
         choices = raw["choices"]
         if not isinstance(choices, list) or len(choices) != 1:
             count = len(choices) if isinstance(choices, list) else choices
             raise MessageError(f"{path}.choices", count, "one choice, or the choice itself as the item")
         choice_path, choice = f"{path}.choices[0]", choices[0]
-    elif isinstance(raw.get("message"), dict):
-        choice_path, choice = path, raw
-    else:
-        return None
     output = read_choice(choice, choice_path, raw.get("id"))
-    prompt = raw.get("prompt_token_ids")
-    if prompt is None and isinstance(choice, dict):
-        prompt = choice.get("prompt_token_ids")
-    return _Choice(output, read_token_ids(prompt, f"{path}.prompt_token_ids"), str(raw.get("id") or ""))
-
-
-def build_tree(
-    histories: Sequence[History], codec: Codec | None = None, *, history: HistoryPolicy = "template"
-) -> Tree:
-    """Returns the tree of hand-built histories. Raises ExportError if ids are missing and there is no codec,
-    InputError if a choice occurs twice with different ids."""
-    calls = [call for entry in histories for call in entry.calls]
-    if all(call.prompt_ids is not None and call.outputs[0].ids is not None for call in calls):
-        return _merge_by_ids(calls)
-    if codec is None:
-        missing = next(call for call in calls if call.prompt_ids is None or call.outputs[0].ids is None)
-        name = "token_ids" if missing.outputs[0].ids is None else "prompt_token_ids"
-        raise ExportError(
-            f"messages_and_choices[{missing.line}]: has no {name}, expected them, or a codec that renders "
-            "the prompts"
+    prompts = [
+        (f"{where}.prompt_token_ids", prompt)
+        for where, prompt in (
+            (path, raw.get("prompt_token_ids")),
+            (choice_path, choice.get("prompt_token_ids")),
         )
-    return _commit_calls(calls, codec, history)
+        if prompt is not None
+    ]
+    read = [read_token_ids(prompt, where) for where, prompt in prompts]
+    if len(prompts) == 2 and prompts[0][1] != prompts[1][1]:
+        raise MessageError(prompts[1][0], prompts[1][1], f"those of {prompts[0][0]}")
+    texts: tuple[bytes | None, ...] = ()
+    if output.ids is None and output.logprobs is not None:
+        texts = _token_texts(choice["logprobs"], f"{choice_path}.logprobs")
+    number = choice.get("index")
+    return SampledChoice(
+        request,
+        output,
+        read[0] if read else None,
+        texts,
+        index,
+        str(raw.get("id") or ""),
+        number if type(number) is int else None,
+    )
 
 
-def _merge_by_ids(calls: Sequence[LoggedCall]) -> Tree:
-    seen: set[tuple[bytes, ...]] = set()
-    distinct: list[LoggedCall] = []
-    for call in calls:
-        assert call.prompt_ids is not None
-        key = _answer_key(call, call.prompt_ids)
-        if key not in seen:
-            seen.add(key)
-            distinct.append(replace(call, line=len(distinct)))
-    return merge(distinct, MergePolicy(compare="token", ignore_tools=False)).tree
-
-
-def _commit_calls(calls: Sequence[LoggedCall], codec: Codec, history: HistoryPolicy) -> Tree:
-    session = Session("", codec, history=history)
-    seen: set[tuple[bytes, ...]] = set()
-    for number, call in enumerate(calls):
-        output = call.outputs[0]
-        turn = session.prepare(call.request)
-        key = _answer_key(call, turn.prompt_ids)
-        if key in seen:
+def _token_texts(logprobs: Any, path: str) -> tuple[bytes | None, ...]:
+    """Returns the bytes of each token, as the server wrote them."""
+    texts: list[bytes | None] = []
+    for index, entry in enumerate(logprobs["content"] if isinstance(logprobs, dict) else logprobs):
+        content, text = entry.get("bytes"), entry.get("token")
+        if not content:
+            texts.append(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else None)
             continue
-        seen.add(key)
-        if call.prompt_ids is None:
-            # What the server saw is not known, so that it may differ from the rendered prompt.
-            turn = replace(turn, path_ids=turn.prompt_ids)
-        elif not np.array_equal(call.prompt_ids, turn.prompt_ids):
-            turn = replace(turn, prompt_ids=call.prompt_ids, path_ids=turn.prompt_ids)
-        is_complete = output.finish_reason != "length"
-        generation = Generation(
-            codec.encode_reply(output.message, stop=is_complete) if output.ids is None else output.ids,
-            None if output.ids is None else output.logprobs,
-            finish_reason=output.finish_reason,
-            message=output.message,
-            inexact=output.ids is None,
-        )
-        committed = session.commit(turn, generation, call_id=call.id or f"call-{number}").call
-        session.record_delivery(committed)
-    session.tree.is_chronological = False
-    return session.tree
+        try:
+            texts.append(bytes(content))
+        except (TypeError, ValueError):
+            raise MessageError(f"{path}.content[{index}].bytes", content, "a list of bytes") from None
+    return tuple(texts)
 
 
-def _answer_key(call: LoggedCall, prompt_ids: Ids) -> tuple[bytes, ...]:
-    """Identifies an answer: its prompt, its text and how it was sampled."""
-    output = call.outputs[0]
-    values = (prompt_ids, output.ids, output.logprobs)
-    return (*(b"" if value is None else value.tobytes() for value in values), output.message.key)
+def _to_json(item: object, path: str) -> dict[str, Any]:
+    """Returns the JSON of an OpenAI object, extra fields such as `token_ids` included."""
+    raw = _plain(item)
+    if not isinstance(raw, dict):
+        raise MessageError(path, type(item).__name__, "a message, a choice or a response")
+    return raw
+
+
+def _plain(value: object) -> object:
+    """Returns a value with every object in it as JSON; a dict may hold OpenAI objects."""
+    dump = getattr(value, "model_dump", None)
+    if callable(dump) and not isinstance(value, type):
+        value = dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list) and any(
+        isinstance(entry, list | Mapping) or hasattr(entry, "model_dump") for entry in value
+    ):
+        return [_plain(entry) for entry in value]
+    return value

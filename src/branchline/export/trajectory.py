@@ -5,21 +5,27 @@ timeline is an additional history.
 Every trained token of the trajectory is in `samples`, whose shares count it once.
 
     trajectory = Trajectory.from_session(session, reward=1.0)
+    trajectory = Trajectory(messages_and_choices=[message, response], reward=1.0)     # by hand, as with ART
     group = TrajectoryGroup([trajectory, ...])          # the trajectories of one prompt
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 
 from branchline.chat.base import Codec, HistoryPolicy
+from branchline.core.errors import InputError, MessageError
 from branchline.core.sample import ExportReport, Sample
-from branchline.export.histories import History, build_tree
+from branchline.export.hand_built import build_tree
+from branchline.export.histories import History
 from branchline.export.rewards import session_reward
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.timelines.causes import ForkReport, classify_forks
@@ -30,12 +36,18 @@ from branchline.tree.tree import NO_NODE, Node, Tree
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The outcome of one episode."""
+    """The outcome of one episode.
 
-    samples: tuple[Sample, ...]
+    Built by hand, it takes the arguments of ART's trajectories: `messages_and_choices` are its main history,
+    and its samples and report follow from them. Choices with the ids of their prompts and of their tokens
+    give the samples of the session that they come from. `codec` renders what other choices lack; these are
+    inexact, and `policy` decides whether they are trained (`include_inexact`, `include_missing_logprobs`).
+    """
+
+    samples: tuple[Sample, ...] = ()
     history: History | None = None
     """The main history; None if the episode has no answers."""
-    additional_histories: tuple[History, ...] = ()
+    additional_histories: Sequence[History] = ()
     reward: float | None = None
     """The reward of the episode; None if only its timelines have rewards, which are on the samples."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -51,6 +63,74 @@ class Trajectory:
     compacted conversation continue the answer that they come from."""
     fork_causes: Mapping[str, int] = field(default_factory=dict)
     """The number of forks by cause."""
+    _: KW_ONLY
+    messages_and_choices: Sequence[object] | None = field(default=None, repr=False)
+    """The main history of a trajectory that was built by hand, as given."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """The tools of the main history, as given."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    logs: Sequence[str] = ()
+    start_time: datetime | None = None
+    initial_policy_version: int | None = None
+    """The policy version of all tokens that were built by hand: the oldest that they can be of."""
+    final_policy_version: int | None = None
+    chat_template_kwargs: InitVar[Mapping[str, Any] | None] = None
+    """Those of the main history."""
+    codec: InitVar[Codec | None] = None
+    policy: InitVar[ExportPolicy | None] = None
+    history_policy: InitVar[HistoryPolicy] = "template"
+    train_messages: InitVar[bool] = False
+    """Assistant messages of the main history that are no choices are trained too."""
+
+    def __post_init__(
+        self,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        codec: Codec | None,
+        policy: ExportPolicy | None,
+        history_policy: HistoryPolicy,
+        train_messages: bool,
+    ) -> None:
+        if self.report is not None:
+            return  # built already, or from a tree
+        others = tuple(
+            History.of(raw, f"additional_histories[{index}]")
+            for index, raw in enumerate(self.additional_histories)
+        )
+        given = self.messages_and_choices
+        if given is None and not any(history.choices for history in others):
+            object.__setattr__(self, "additional_histories", others)
+            return
+        if self.samples or self.history is not None:
+            raise InputError("messages_and_choices: got them and samples or a history, expected one of them")
+        main = History.read(
+            () if given is None else given,
+            self.tools,
+            chat_template_kwargs=chat_template_kwargs,
+            train_messages=train_messages,
+        )
+        version = _read_version("initial_policy_version", self.initial_policy_version)
+        _read_version("final_policy_version", self.final_policy_version)
+        built = Trajectory.from_tree(
+            build_tree([main, *others], codec, history=history_policy, version=version or 0),
+            session=self.session,
+            reward=_read_reward(self.reward),
+            metrics=_read_metrics(self.metrics),
+            policy=policy,
+            finished=self.finished and _is_finished(main),
+            failed=self.failed,
+        )
+        own: dict[str, object] = {
+            "history": main,
+            "additional_histories": others,
+            "messages_and_choices": main.messages_and_choices,
+            "tools": main.tools,
+            "metadata": copy.deepcopy(dict(self.metadata)),
+            "logs": tuple(self.logs),
+        }
+        for name in ("samples", "reward", "metrics", "finished", "report", "parent_answers", "fork_causes"):
+            own[name] = getattr(built, name)
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_session(
@@ -134,7 +214,8 @@ class Trajectory:
         messages_and_choices: Sequence[object],
         *,
         codec: Codec | None = None,
-        tools: object = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         additional_histories: Sequence[History] = (),
         reward: float | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -145,26 +226,23 @@ class Trajectory:
         finished: bool | None = None,
         failed: bool = False,
     ) -> Trajectory:
-        """Returns a trajectory that was built by hand from messages and choices (`export/histories.py`).
-
-        Choices with the ids of their prompts and of their tokens give the samples of the session that they
-        come from. Otherwise `codec` renders what is missing; such answers are inexact, and the policy decides
-        whether they are trained (`include_inexact`, `include_missing_logprobs`).
-        """
-        main = History.read(messages_and_choices, tools, train_messages=train_messages)
-        histories = [main, *additional_histories]
-        if finished is None and main.calls:
-            finished = main.calls[-1].outputs[0].finish_reason != "length"
-        trajectory = cls.from_tree(
-            build_tree(histories, codec, history=history_policy),
-            session=session,
+        """Returns a trajectory that was built by hand, as the constructor does. If `finished` is None, a main
+        history whose last choice was cut off (`length`) is unfinished."""
+        trajectory = cls(
+            messages_and_choices=messages_and_choices,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            additional_histories=tuple(additional_histories),
             reward=reward,
-            metrics=metrics,
-            policy=policy,
-            finished=finished,
+            metrics={} if metrics is None else metrics,
+            session=session,
             failed=failed,
+            codec=codec,
+            policy=policy,
+            history_policy=history_policy,
+            train_messages=train_messages,
         )
-        return replace(trajectory, history=main, additional_histories=tuple(additional_histories))
+        return trajectory if finished is None else replace(trajectory, finished=finished)
 
     @property
     def answer(self) -> str:
@@ -202,13 +280,60 @@ class TrajectoryGroup:
     """The trajectories of one prompt, which are compared with each other."""
 
     trajectories: Sequence[Trajectory]
+    """May be given with the exceptions of those that failed among them, as with ART."""
     id: str = ""
+    _: KW_ONLY
+    exceptions: Sequence[BaseException] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    logs: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        given: list[object] = list(self.trajectories)
+        for index, item in enumerate(given):
+            if not isinstance(item, Trajectory | BaseException):
+                raise MessageError(f"trajectories[{index}]", type(item).__name__, "a Trajectory")
+        raised = [item for item in given if isinstance(item, BaseException)]
+        if raised or not isinstance(self.trajectories, Sequence):
+            trajectories = [item for item in given if isinstance(item, Trajectory)]
+            object.__setattr__(self, "trajectories", trajectories)
+            object.__setattr__(self, "exceptions", (*self.exceptions, *raised))
 
     def __iter__(self) -> Iterator[Trajectory]:
         return iter(self.trajectories)
 
     def __len__(self) -> int:
         return len(self.trajectories)
+
+
+def _is_finished(main: History) -> bool:
+    return not main.choices or main.choices[-1].output.finish_reason != "length"
+
+
+def _read_reward(reward: object) -> float | None:
+    """Returns a finite number; true and false are 1 and 0. None is no reward."""
+    if reward is None:
+        return None
+    try:
+        value = float(reward) if isinstance(reward, int | float | np.number | np.bool_) else math.nan
+    except (OverflowError, TypeError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise MessageError("reward", reward, "a finite number or None")
+    return value
+
+
+def _read_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    for name, value in metrics.items():
+        if not isinstance(value, int | float | np.number | np.bool_):
+            raise MessageError(f"metrics.{name}", value, "a number")
+    return dict(metrics)  # type: ignore[arg-type]
+
+
+def _read_version(name: str, version: object) -> int | None:
+    if version is not None and (type(version) is not int or not 0 <= version < 2**31):
+        raise MessageError(name, version, "an integer from 0 on, or None")
+    return version
 
 
 def _parent_answers(tree: Tree, fork_report: ForkReport) -> dict[int, int]:

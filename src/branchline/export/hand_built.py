@@ -1,0 +1,226 @@
+"""The tree of hand-built histories: their choices, joined by ids.
+
+Each choice is a call of its own, and is exact if the server gave the ids of its prompt and of its answer: the
+tree then has exactly these ids, whatever is known of other choices. What a choice lacks comes from a codec,
+which renders the prompt and encodes the answer; such a choice is inexact. An answer that occurs in several
+histories is one answer. It is known by its ids; without those of its prompt, by its conversation and ids.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from branchline.chat.base import Codec, HistoryPolicy
+from branchline.core.call import Generation
+from branchline.core.errors import CodecError, ExportError, MessageError
+from branchline.core.token_arrays import Floats, Ids, normalize_runs
+from branchline.export.histories import History, SampledChoice
+from branchline.timelines.links import MergePolicy
+from branchline.timelines.log import LoggedCall
+from branchline.timelines.merge import merge
+from branchline.tree.session import Session
+from branchline.tree.tree import Tree
+
+log = logging.getLogger("branchline.export")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A choice and all ids of it, of which some may have been rendered or encoded."""
+
+    place: str
+    choice: SampledChoice
+    prompt_ids: Ids
+    ids: Ids
+    logprobs: Floats | None
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        logprobs = b"" if self.logprobs is None else self.logprobs.tobytes()
+        message = self.choice.output.message
+        return self.prompt_ids.tobytes(), self.ids.tobytes(), logprobs, message.key
+
+
+def build_tree(
+    histories: Sequence[History],
+    codec: Codec | None = None,
+    *,
+    history: HistoryPolicy = "template",
+    version: int = 0,
+) -> Tree:
+    """Returns the tree of hand-built histories, the main one first; `version` is the policy version that
+    sampled the choices. Raises ExportError if ids are missing and there is no codec."""
+    placed = [
+        (f"{prefix}messages_and_choices[{choice.index}]", choice)
+        for number, entry in enumerate(histories)
+        for prefix in ["" if number == 0 else f"additional_histories[{number - 1}]."]
+        for choice in entry.choices
+    ]
+    if codec is not None and codec.vocab_size is not None:
+        _check_vocabulary(placed, codec.vocab_size)
+    placed = _with_known_prompts(placed)
+    missing = next(((place, choice) for place, choice in placed if not choice.is_exact), None)
+    if missing is not None and codec is None:
+        name = "token_ids" if missing[1].output.ids is None else "prompt_token_ids"
+        raise ExportError(f"{missing[0]}: has no {name}, expected them, or a codec that renders the prompts")
+    if missing is None or codec is None:
+        answers = [_exact_answer(place, choice) for place, choice in placed]
+    else:
+        answers = _complete(placed, codec, history)
+    answers = _distinct(answers)
+    calls = [
+        LoggedCall(
+            answer.choice.request,
+            (replace(answer.choice.output, ids=answer.ids, logprobs=answer.logprobs),),
+            answer.prompt_ids,
+            line=number,
+            id=call_id,
+        )
+        for number, (answer, call_id) in enumerate(zip(answers, _call_ids(answers), strict=True))
+    ]
+    merged = merge(calls, MergePolicy(compare="token", ignore_tools=False))
+    for call in merged.tree.calls:
+        choice = answers[merged.logged_call(call.index).line].choice
+        for node_id in call.outputs:
+            node = merged.tree.nodes[node_id]
+            assert node.output is not None
+            assert node.sampled_ids is not None
+            node.output = msgspec.structs.replace(
+                node.output,
+                versions=normalize_runs(((len(node.sampled_ids), version),)),
+                inexact=not choice.is_exact,
+                estimated=choice.output.ids is None,
+            )
+    return merged.tree
+
+
+def _check_vocabulary(placed: Sequence[tuple[str, SampledChoice]], vocab_size: int) -> None:
+    """Raises MessageError for ids that are those of another tokenizer."""
+    for place, choice in placed:
+        for name, ids in (("prompt_token_ids", choice.prompt_ids), ("token_ids", choice.output.ids)):
+            if ids is not None and len(ids) and int(ids.max()) >= vocab_size:
+                raise MessageError(f"{place}.{name}", int(ids.max()), f"ids below {vocab_size}, the codec's")
+
+
+def _with_known_prompts(placed: Sequence[tuple[str, SampledChoice]]) -> list[tuple[str, SampledChoice]]:
+    """Fills in the ids of a prompt that the same answer has in another history."""
+    if all(choice.is_exact for _, choice in placed):
+        return list(placed)
+
+    def identity(choice: SampledChoice) -> tuple[object, ...] | None:
+        output, request = choice.output, choice.request
+        if output.ids is None:
+            return None
+        logprobs = b"" if output.logprobs is None else output.logprobs.tobytes()
+        return request.message_keys, request.prompt_config_digest, output.ids.tobytes(), logprobs
+
+    known: dict[tuple[object, ...] | None, list[SampledChoice]] = {}
+    for _, choice in placed:
+        if choice.is_exact:
+            known.setdefault(identity(choice), []).append(choice)
+
+    def with_prompt(choice: SampledChoice) -> SampledChoice:
+        if choice.prompt_ids is not None or choice.output.ids is None:
+            return choice
+        same = next((other for other in known.get(identity(choice), ()) if choice.may_be(other)), None)
+        return choice if same is None else replace(choice, prompt_ids=same.prompt_ids)
+
+    return [(place, with_prompt(choice)) for place, choice in placed]
+
+
+def _exact_answer(place: str, choice: SampledChoice) -> _Answer:
+    assert choice.prompt_ids is not None
+    assert choice.output.ids is not None
+    return _Answer(place, choice, choice.prompt_ids, choice.output.ids, choice.output.logprobs)
+
+
+def _call_ids(answers: Sequence[_Answer]) -> Iterator[str]:
+    """Yields the id of the response of each answer; several choices of one response get a number too."""
+    used: Counter[str] = Counter()
+    for number, answer in enumerate(answers):
+        name = answer.choice.response_id or f"call-{number}"
+        used[name] += 1
+        yield name if used[name] == 1 else f"{name}#{used[name]}"
+
+
+def _distinct(answers: Sequence[_Answer]) -> list[_Answer]:
+    """Returns each answer once, as the choice that is exact if one is. Equal answers of different responses
+    were sampled twice."""
+    kept: list[_Answer] = []
+    positions: dict[tuple[bytes, ...], list[int]] = {}
+    for answer in answers:
+        same = positions.setdefault(answer.key, [])
+        found = next((index for index in same if answer.choice.may_be(kept[index].choice)), None)
+        if found is None:
+            same.append(len(kept))
+            kept.append(answer)
+            continue
+        one, other = sorted((kept[found], answer), key=lambda entry: not entry.choice.is_exact)
+        response_id = one.choice.response_id or other.choice.response_id
+        kept[found] = replace(one, choice=replace(one.choice, response_id=response_id))
+    return kept
+
+
+# -- what a codec adds ---------------------------------------------------------------------------------
+
+
+def _complete(
+    placed: Sequence[tuple[str, SampledChoice]], codec: Codec, history: HistoryPolicy
+) -> list[_Answer]:
+    """Returns all ids of each choice. Prompts are rendered in one session, so that they repeat the ids of the
+    answers before them."""
+    session = Session("", codec, history=history)
+    seen: set[tuple[bytes, ...]] = set()
+    answers: list[_Answer] = []
+    for place, choice in placed:
+        output = choice.output
+        try:
+            if output.ids is None:
+                ids = codec.encode_reply(output.message, stop=output.finish_reason != "length")
+                logprobs = _logprobs_of_texts(place, choice, ids, codec)
+            else:
+                ids, logprobs = output.ids, output.logprobs
+            turn = session.prepare(choice.request)
+        except CodecError as error:
+            if choice.is_exact:  # a template that the server does not use
+                answers.append(_exact_answer(place, choice))
+                continue
+            raise ExportError(f"{place}: cannot be rendered: {error}") from error
+        prompt_ids = turn.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+        answers.append(_Answer(place, choice, prompt_ids, ids, logprobs))
+        key = replace(answers[-1], prompt_ids=turn.prompt_ids).key
+        if key not in seen:
+            seen.add(key)
+            generation = Generation(ids, finish_reason=output.finish_reason, message=output.message)
+            session.record_delivery(session.commit(turn, generation, call_id=f"call-{len(answers)}").call)
+    return answers
+
+
+def _logprobs_of_texts(place: str, choice: SampledChoice, ids: Ids, codec: Codec) -> Floats | None:
+    """Returns the logprobs of an answer whose ids are not known, if the texts of its tokens are those of the
+    encoded ids; NaN for a stop token that the server left out. None, with a warning, if they are not."""
+    if choice.output.logprobs is None:
+        return None
+    texts, count = choice.token_texts, len(ids)
+    while count > len(texts) and int(ids[count - 1]) in codec.stop_ids:
+        count -= 1
+    problem = f"{len(texts)} tokens, expected {count}" if count != len(texts) else ""
+    for index in range(0 if problem else count):
+        expected, text = codec.token_bytes(int(ids[index])), texts[index]
+        if text != expected and not (text == b"" and int(ids[index]) in codec.stop_ids):
+            problem = f"token {index} {text!r}, expected {expected!r}"
+            break
+    if problem:
+        log.warning(
+            "%s.logprobs: left out, because they do not fit the encoded answer: got %s", place, problem
+        )
+        return None
+    logprobs = np.full(len(ids), np.nan, np.float32)
+    logprobs[:count] = choice.output.logprobs
+    return logprobs
