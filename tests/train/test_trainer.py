@@ -14,6 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from openai import AsyncOpenAI  # noqa: E402
+
 from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.core.errors import BranchlineError, InputError  # noqa: E402
 from branchline.export.packing import TrainingRow  # noqa: E402
@@ -369,6 +371,64 @@ def test_what_is_not_known_is_not_shown_as_zero(policy: Path, tmp_path: Path) ->
     (result,) = run_steps(create_trainer(policy, tmp_path / "run", reward_all, steps=1))
     assert "entropy" not in result.metrics
     assert "entropy -  kl to sampler -" in describe_step(result.metrics)
+
+
+async def ask_with(session: AgentSession, **options: Any) -> float:
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        message = {"role": "user", "content": "Who?"}
+        reply = await client.chat.completions.create(
+            model="policy",
+            messages=[message],  # type: ignore[list-item]
+            max_tokens=6,
+            **options,
+        )
+    return float(len(reply.choices[0].message.content or ""))
+
+
+def test_what_an_agent_asks_of_sampling_is_overridden_and_counted(
+    policy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def restrict(question: str, session: AgentSession) -> float:
+        return await ask_with(
+            session,
+            temperature=0.0,
+            top_p=0.1,
+            presence_penalty=1.5,
+            frequency_penalty=0.0,
+            seed=7,
+            logit_bias={"40": 100},
+            extra_body={"top_k": 1, "min_p": 0.0, "repetition_penalty": 1.3, "min_tokens": 6},
+        )
+
+    async def ask(question: str, session: AgentSession) -> float:
+        return await ask_with(session)
+
+    (restricted,) = run_steps(create_trainer(policy, tmp_path / "restricted", restrict, steps=1))
+    (plain,) = run_steps(create_trainer(policy, tmp_path / "plain", ask, steps=1))
+    names = {"temperature", "top_p", "top_k", "presence_penalty", "repetition_penalty", "seed", "logit_bias",
+             "min_tokens"}  # fmt: skip
+    counts = {name: value for name, value in restricted.metrics.items() if name.startswith("overridden/")}
+    assert counts == {f"overridden/{name}": 6.0 for name in names}
+    assert not any(name.startswith("overridden/") for name in plain.metrics)
+    assert caplog.text.count("top_p: the agent asks for 0.1, which the run overrides") == 1
+    # All episodes are sampled as if the agent had asked for nothing.
+    for one, other in zip(restricted.groups, plain.groups, strict=True):
+        for left, right in zip(one.trajectories, other.trajectories, strict=True):
+            assert [sample.response_ids.tolist() for sample in left.samples] == [
+                sample.response_ids.tolist() for sample in right.samples
+            ]
+    texts = {trajectory.reward for group in restricted.groups for trajectory in group.trajectories}
+    assert len(texts) > 1
+
+
+def test_the_sampling_of_the_run_is_used_and_overrides_the_agents(policy: Path, tmp_path: Path) -> None:
+    async def ask(question: str, session: AgentSession) -> float:
+        return await ask_with(session, top_p=0.9)
+
+    (result,) = run_steps(create_trainer(policy, tmp_path / "run", ask, steps=1, sampling={"top_k": 1}))
+    assert result.metrics["overridden/top_p"] == 6
+    texts = {tuple(t.samples[0].response_ids.tolist()) for group in result.groups for t in group.trajectories}
+    assert len(texts) <= 2  # Greedy, for at most two tasks.
 
 
 def test_invalid_settings_are_refused_with_their_names() -> None:

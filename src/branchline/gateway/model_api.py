@@ -68,6 +68,7 @@ from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.message_cache import parse_json
 from branchline.runtime.request_fields import review_fields
 from branchline.runtime.router import Router
+from branchline.runtime.sampling import find_overridden_in_body
 from branchline.runtime.upstream import run_upstream_call
 
 log = logging.getLogger("branchline.gateway")
@@ -282,6 +283,7 @@ class ModelApi:
                 body_bytes=len(body),
                 requested=requested,
                 ignored_fields=ignored,
+                overridden_fields=find_overridden_in_body(body, managed.options),
                 ignores_unsupported=is_lenient,
             )
             if isinstance(engine_route.engine, UpstreamChat):

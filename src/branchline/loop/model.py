@@ -39,6 +39,7 @@ from branchline.runtime.call_record import (
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.request_fields import READ_FIELDS, review_fields
 from branchline.runtime.sampling import (
+    find_overridden,
     merge_sampling,
     read_bool,
     read_int,
@@ -323,4 +324,5 @@ class SessionModel:
             single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
             other_fields=other_fields,
             requested=requested,
+            overridden_fields=find_overridden(params, self.managed.options),
         )

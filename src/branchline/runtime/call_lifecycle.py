@@ -79,7 +79,14 @@ async def run_call(
         sampling["requested"] = requested
     if call_request.ignored_fields:
         sampling["ignored_fields"] = dict(call_request.ignored_fields)
-    if requested or call_request.other_fields or call_request.params.requested_fields:
+    if call_request.overridden_fields:
+        sampling["overridden"] = dict(call_request.overridden_fields)
+    if (
+        requested
+        or call_request.overridden_fields
+        or call_request.other_fields
+        or call_request.params.requested_fields
+    ):
         check_recordable(sampling)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
     with managed.count_call(record.call_id, resumes):

@@ -89,6 +89,8 @@ class CallRequest:
     """Fields that engines here cannot follow; they are recorded."""
     ignored_fields: Mapping[str, Any] = field(default_factory=dict)
     """Unsupported fields of a lenient client; they are recorded."""
+    overridden_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that the session's sampling overrides, as the request has them; they are recorded."""
     ignores_unsupported: bool = False
     """Whether fields that the engine does not support are ignored instead of refused."""
     upstream_fields: Mapping[str, Any] = field(default_factory=dict)

@@ -217,7 +217,7 @@ def review_fields(
 def check_recordable(sampling: Mapping[str, Any]) -> None:
     """Raises MessageError for a field of a call's `sampling` that a journal cannot hold."""
     for name, value in sampling.items():
-        if name in ("requested", "ignored_fields"):
+        if name in ("requested", "ignored_fields", "overridden"):
             check_recordable(value)
             continue
         try:

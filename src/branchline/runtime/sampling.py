@@ -1,6 +1,7 @@
 """Reads sampling parameters from the fields of a request body, and writes how a call is sampled.
 
-The session's `sampling` overrides the fields of a request; its `sampling_defaults` apply to missing ones.
+The session's `sampling` overrides the fields of a request, and removes those that it has as None; its
+`sampling_defaults` apply to missing ones. What is overridden is recorded with the call.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from branchline.core.errors import EngineInputError, MessageError
 from branchline.core.reader import decode_json, prefix_error, replace_surrogates
@@ -20,7 +23,7 @@ from branchline.engines.base import (
     SamplingParams,
 )
 from branchline.runtime.call_record import CallRequest
-from branchline.runtime.managed_session import SessionOptions
+from branchline.runtime.managed_session import SESSION_SAMPLING_FIELDS, SessionOptions
 from branchline.runtime.request_fields import SAMPLING_FIELDS, log_ignored
 
 _RANGES = {
@@ -43,13 +46,64 @@ def merge_sampling(body: object, options: SessionOptions) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise MessageError("body", body, "a JSON object")
     fields = {name: value for name, value in body.items() if value is not None}
-    return {**options.sampling_defaults, **fields, **options.sampling}
+    return merge_fields(fields, options)
+
+
+def merge_fields(fields: JsonObject, options: SessionOptions) -> dict[str, Any]:
+    """Returns the fields of a request merged with the session's sampling, without those that are None."""
+    merged = {**options.sampling_defaults, **fields, **options.sampling}
+    if None in options.sampling.values() or None in options.sampling_defaults.values():
+        return {name: value for name, value in merged.items() if value is not None}
+    return merged
+
+
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+}
+"""Values that ask for what a request without the field gets."""
+
+
+def find_overridden(fields: JsonObject, options: SessionOptions) -> dict[str, Any]:
+    """Returns the fields of a request that the session's sampling changes or removes, as the request has
+    them."""
+    overridden: dict[str, Any] = {}
+    for name, value in options.sampling.items():
+        given = fields.get(name)
+        is_neutral = value is None and given in _NEUTRAL_VALUES.get(name, ())
+        if given is not None and given != value and not is_neutral:
+            overridden[name] = given
+    return overridden
+
+
+_SamplingFields = msgspec.defstruct(
+    "_SamplingFields", [(name, Any, None) for name in sorted(SESSION_SAMPLING_FIELDS)]
+)
+_sampling_decoder = msgspec.json.Decoder(_SamplingFields)
+
+
+def find_overridden_in_body(body: bytes, options: SessionOptions) -> dict[str, Any]:
+    """Returns the same for a body that has been read; its long fields are not decoded again."""
+    if not options.sampling:
+        return {}
+    try:
+        fields = msgspec.structs.asdict(_sampling_decoder.decode(body))
+    except msgspec.DecodeError:  # Such as half an emoji, which other decoders take.
+        fields = decode_json(body)
+    return find_overridden(fields, options)
 
 
 def check_session_sampling(options: SessionOptions) -> None:
     """Raises MessageError if a session's sampling has a value that its calls would be refused for."""
     for name in ("sampling", "sampling_defaults"):
-        fields = getattr(options, name)
+        fields = {key: value for key, value in getattr(options, name).items() if value is not None}
         try:
             read_sampling_params(fields, "max_tokens")
             read_int(fields, "n", 1, 1, 2**31)

@@ -31,7 +31,7 @@ from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.request_fields import IGNORED_FIELDS, check_recordable
-from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, merge_fields
 from branchline.runtime.upstream_answer import UpstreamAnswer, align_logprobs
 
 _TOOL_FIELDS = ("tool_choice", "parallel_tool_calls")
@@ -122,6 +122,8 @@ def _sampling_record(call_request: CallRequest) -> dict[str, Any]:
     constraints = [name for name in call_request.params.requested_fields if name not in STOP_FIELDS]
     sampling |= {"requested": requested} if requested else {}
     sampling |= {"constraints": constraints} if constraints else {}
+    if call_request.overridden_fields:
+        sampling["overridden"] = dict(call_request.overridden_fields)
     sampling |= {"ignored_fields": dict(call_request.ignored_fields)} if call_request.ignored_fields else {}
     check_recordable(sampling)
     return sampling
@@ -221,7 +223,7 @@ def _options_from_params(managed: ManagedSession, call_request: CallRequest) -> 
         name: value for name, value in call_request.request.sampling.items() if value is not None
     }
     session = managed.options
-    constraints = {**session.sampling_defaults, **call_request.other_fields, **session.sampling}
+    constraints = merge_fields(call_request.other_fields, session)
     for name in call_request.params.requested_fields:
         if name in constraints:
             options[name] = constraints[name]

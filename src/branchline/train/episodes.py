@@ -40,6 +40,8 @@ class EpisodeGroup:
     """Answers that `max_tokens` or the context window ended."""
     errors: Sequence[Exception]
     """The errors of failed episodes."""
+    overridden: Counter[str]
+    """The calls whose request has a sampling parameter that the run overrides, by its name."""
 
 
 class EpisodeRunner:
@@ -58,7 +60,9 @@ class EpisodeRunner:
         """`sampling` overrides the sampling parameters of the agent's requests, `timeout_s` is the time limit
         of an episode."""
         self._gateway = LocalGateway(gateway)
+        self._store = gateway.sessions
         self._agent = agent
+        self._logged: set[str] = set()
         self._sessions = SessionRunner(
             self._gateway,
             None if reward is None else RewardScorer(reward),
@@ -72,7 +76,10 @@ class EpisodeRunner:
         """Runs `size` episodes of a task at the same time."""
         name = task.get("agent_name") if isinstance(task, dict) else None
         group = RolloutTask(group_id, task, name or "")
-        results = await asyncio.gather(*(self._run_episode(SessionJob(group, slot)) for slot in range(size)))
+        overridden: Counter[str] = Counter()
+        results = await asyncio.gather(
+            *(self._run_episode(SessionJob(group, slot), overridden) for slot in range(size))
+        )
         causes: Counter[str] = Counter()
         for result in results:
             causes.update(result.trajectory.fork_causes)
@@ -83,14 +90,34 @@ class EpisodeRunner:
             [length for result in results for length in result.answer_lengths],
             sum(result.truncated_answers for result in results),
             [_error(result) for result in results if result.end.cause is not None],
+            overridden,
         )
 
-    async def _run_episode(self, job: SessionJob) -> SessionResult:
+    async def _run_episode(self, job: SessionJob, overridden: Counter[str]) -> SessionResult:
         result = await self._sessions.run(job, self._agent)
         if result.end.cause is not None:
             log.warning("episode %s failed: %s", result.session, result.end.reason)
+        overridden.update(self._count_overridden(result.session))
         await self._gateway.release(result.session)
         return result
+
+    def _count_overridden(self, session_id: str) -> Counter[str]:
+        """Counts the calls of a session by what they ask for and do not get; logs each name once, with the
+        first value."""
+        counts: Counter[str] = Counter()
+        for call in self._store.get(session_id).session.tree.calls:
+            for name, value in call.sampling.get("overridden", {}).items():
+                counts[name] += 1
+                if name not in self._logged:
+                    self._logged.add(name)
+                    log.warning(
+                        "%s: the agent asks for %r, which the run overrides: training samples from the whole "
+                        "distribution; such calls are counted as overridden/%s",
+                        name,
+                        value,
+                        name,
+                    )
+        return counts
 
 
 def _error(result: SessionResult) -> Exception:

@@ -22,7 +22,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -61,6 +61,12 @@ from branchline.train.policy_update import PolicyUpdater, UpdateConfig
 from branchline.train.seeded_engine import SeededEngine
 
 T = TypeVar("T")
+UNTRUNCATED: Mapping[str, None] = dict.fromkeys(
+    ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+     "min_tokens", "allowed_token_ids", "seed")
+)  # fmt: skip
+"""Sampling parameters of the agent that a run removes. The trainer's log-probabilities are those of the whole
+distribution, and with a seed of the agent's all episodes of a group would be the same."""
 log = logging.getLogger("branchline.train")
 
 
@@ -85,7 +91,8 @@ class TrainerConfig:
     export_policy: ExportPolicy | None = None
     """Which outputs are trained, and how shared tokens count; None: the sessions' own policy."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Further sampling parameters of all sessions; they override those of the agent."""
+    """Further sampling parameters of all sessions; they override those of the agent. One of UNTRUNCATED is
+    sampled with, and not corrected for in training."""
     engine: HfConfig = field(default_factory=lambda: HfConfig(logprob_kind="processed"))
     episode_timeout_s: float | None = None
     checkpoint_every: int | None = 10
@@ -207,7 +214,11 @@ class Trainer(Generic[T]):
                     self._agent,
                     reward=self._reward,
                     export_policy=config.export_policy,
-                    sampling={"temperature": config.update.temperature, **config.sampling},
+                    sampling={
+                        **UNTRUNCATED,
+                        "temperature": config.update.temperature,
+                        **config.sampling,
+                    },
                     timeout_s=config.episode_timeout_s,
                 )
                 try:
@@ -369,6 +380,7 @@ def _episode_metrics(groups: Sequence[EpisodeGroup], group_std: GroupStd) -> dic
     delivered = [trajectory for trajectory in trajectories if not trajectory.failed]
     lengths = [length for group in groups for length in group.answer_lengths]
     causes: Counter[str] = sum((group.causes for group in groups), Counter())
+    overridden: Counter[str] = sum((group.overridden for group in groups), Counter())
     return {
         **_reward_metrics(statistics, [trajectory.episode_reward for trajectory in delivered]),
         **(
@@ -386,6 +398,7 @@ def _episode_metrics(groups: Sequence[EpisodeGroup], group_std: GroupStd) -> dic
         "sampled_tokens": float(_count_tokens(trajectories, "sampled_tokens")),
         "delivered_tokens": float(_count_tokens(delivered, "trained_tokens")),
         **{f"forks/{cause}": float(count) for cause, count in sorted(causes.items())},
+        **{f"overridden/{name}": float(count) for name, count in sorted(overridden.items())},
     }
 
 

@@ -40,6 +40,7 @@ from branchline.runtime.request_fields import READ_FIELDS
 from branchline.runtime.sampling import (
     JsonObject,
     explicit_sampling,
+    merge_fields,
     merge_sampling,
     read_bool,
     read_int,
@@ -137,7 +138,7 @@ def _upstream_options(
     forwarded = {
         name: value for name, value in fields.items() if value is not None and name not in _OVERRIDDEN_FIELDS
     }
-    options = {**session.sampling_defaults, **forwarded, **session.sampling}
+    options = merge_fields(forwarded, session)
     if "max_completion_tokens" in options:
         # Two names of one limit: the session's own has precedence, then the newer name.
         options.pop("max_completion_tokens" if "max_tokens" in session.sampling else "max_tokens", None)
