@@ -8,6 +8,7 @@ import json
 import logging
 import pickle
 from collections import Counter
+from dataclasses import replace
 from datetime import datetime
 from random import Random
 from types import SimpleNamespace
@@ -151,6 +152,15 @@ def test_additional_histories_alone_are_trained() -> None:
         ({"tools": {"type": "function"}}, "tools: got .*expected a list of tools"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs: got"),
         ({"messages_and_choices": {"role": "user"}}, "messages_and_choices: got .*expected a list"),
+        ({"additional_histories": None}, "additional_histories: got None, expected a list of histories"),
+        ({"metrics": None}, "metrics: got None, expected an object of numbers"),
+        ({"metadata": None}, "metadata: got None, expected an object"),
+        ({"logs": "begun"}, "logs: got 'begun', expected a list of texts"),
+        ({"start_time": "today"}, "start_time: got 'today', expected a datetime or None"),
+        (
+            {"messages_and_choices": [user("u"), answered("hi", token_ids=[])]},
+            r"token_ids: got \[\], expected the",
+        ),
         ({"messages_and_choices": "hi"}, "messages_and_choices: got 'hi', expected a list"),
     ],
 )
@@ -528,6 +538,45 @@ def test_media_are_carried_with_ids_too() -> None:
     items = [{"role": "user", "content": [{"type": "text", "text": "What?"}, image]}, choice]
     (sample,) = Trajectory(messages_and_choices=items, policy=ALL).samples
     assert [(media.kind, bool(media.payload)) for media in sample.media] == [("image", True)]
+
+
+def test_the_main_history_is_the_one_that_was_given_as_such() -> None:
+    """A limit keeps its sample, also if another history continues it."""
+    _, (first, second) = thinking_session()
+    main = [user("What is 2+2?"), first]
+    first_ids, second_ids = first["choices"][0]["token_ids"], second["choices"][0]["token_ids"]
+    longer = History(messages_and_choices=[*main, user("What is 3+3?"), second])
+    aside = [answered(text, token_ids=[*text.encode()], prompt_token_ids=[7], logprobs={
+        "content": [{"token": "", "logprob": -1}] * len(text)}) for text in ("a", "bb")]  # fmt: skip
+    others = [History(messages_and_choices=[user("aside"), one]) for one in aside]
+    one = ExportPolicy(max_samples=1)
+    for additional in ([*others, longer], [longer, *others], others):
+        trajectory = Trajectory(messages_and_choices=main, additional_histories=additional, policy=one)
+        assert [sample.response_ids.tolist() for sample in trajectory.samples] == [first_ids]
+    trajectory = Trajectory(
+        messages_and_choices=[*main, user("What is 3+3?"), second],
+        additional_histories=[*others, History(messages_and_choices=main)],
+        policy=one,
+    )
+    assert [sample.response_ids.tolist() for sample in trajectory.samples] == [second_ids]
+
+
+def test_ids_that_the_logprobs_name_otherwise_are_an_error() -> None:
+    entries = [{"token": "token_id:1", "logprob": -1.0}, {"token": "token_id:3", "logprob": -1.0}]
+    choice = answered("hi", token_ids=[1, 2], prompt_token_ids=[9], logprobs={"content": entries})
+    with pytest.raises(MessageError, match=r"content\[1\].token: got 'token_id:3', expected token_id:2"):
+        Trajectory(messages_and_choices=[user("u"), choice])
+
+
+def test_other_items_for_a_built_trajectory_are_refused() -> None:
+    trajectory = Trajectory(messages_and_choices=[user("u"), answered("hi")], codec=CODEC, policy=ALL)
+    assert replace(trajectory, session="s").samples == trajectory.samples
+    with pytest.raises(InputError, match="build a new Trajectory"):
+        replace(trajectory, messages_and_choices=[user("v")])
+    assert trajectory.history is not None
+    assert replace(trajectory.history, messages_and_choices=[user("v")]).messages[0].content == "v"
+    again = History(messages_and_choices=trajectory.messages_and_choices)
+    assert again.messages == trajectory.history.messages
 
 
 def test_samples_and_messages_together_are_refused() -> None:

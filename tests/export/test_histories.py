@@ -269,7 +269,7 @@ def test_the_calls_of_a_session_as_histories_give_its_samples(
     runner = PlanRunner(Session("s", codec, history="verbatim" if verbatim else "template"), codec)
     runner.run(PlanGenerator(Random(seed), reasoning=strip).generate(steps, only=ONE_ANSWER_CAUSES))
     main, *others = [history_of(executed) for executed in runner.executed]
-    trajectory = Trajectory.from_tree(build_tree([main, *others]), policy=ExportPolicy(drop=frozenset()))
+    trajectory = Trajectory.from_tree(build_tree([main, *others]).tree, policy=ExportPolicy(drop=frozenset()))
     assert_same_samples(trajectory, runner.session, ExportPolicy(drop=frozenset()))
 
 

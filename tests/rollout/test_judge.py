@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from branchline import History, Message, ToolCall, Trajectory
 from branchline.core.errors import InputError
-from branchline.rollout.judge import ChatEndpoint, RelativeJudge, judge_group
+from branchline.rollout.judge import ChatEndpoint, RelativeJudge, check_judge, judge_group
 from branchline.rollout.judge_prompt import describe_group
+from branchline.rollout.judge_scores import Judgement
 from tests.rollout.harness import run, scripted_gateway
 
 SYSTEM, QUESTION = Message("system", "You are a clerk."), Message("user", "Who owns the lamp?")
@@ -199,8 +200,9 @@ def test_a_score_off_the_scale_is_asked_for_again_and_the_others_keep_theirs() -
         ([0.5, 0.5, 0.5], "InputError: got 3 scores, expected a list of 2 scores"),
         ("11", "InputError: got str, expected a list of 2 scores"),
         ({"1": 0.5, "2": 0.5}, "InputError: got dict, expected a list of 2 scores"),
-        ([float("nan"), True], "score: got nan, expected a number from 0 to 1"),
+        ([float("nan"), "1"], "score: got nan, expected a number from 0 to 1"),
         ([None, 2], "got no score"),
+        ([Judgement(7.0), Judgement(None, "unsure")], "score: got 7.0, expected a number from 0 to 1"),
         (RuntimeError("down"), "RuntimeError: down"),
     ],
 )
@@ -213,6 +215,23 @@ def test_a_judge_function_that_is_wrong_leaves_no_scores(returned: object, probl
     judgements = asyncio.run(judge_group(judge, {}, [trajectory("a"), trajectory("b")]))
     assert [one.score for one in judgements] == [None, None]
     assert judgements[0].problem == problem
+
+
+def test_a_judge_function_may_return_truth_values_and_values_of_numpy() -> None:
+    def judge(task: object, trajectories: object) -> Any:
+        return [True, np.bool_(False), np.float32(0.5)]
+
+    group = [trajectory("a"), trajectory("b"), trajectory("c")]
+    assert [one.score for one in asyncio.run(judge_group(judge, {}, group))] == [1.0, 0.0, 0.5]
+
+
+def test_what_is_no_judge_is_refused_before_anything_runs() -> None:
+    with pytest.raises(InputError, match="judge: got 3, expected a RelativeJudge or a function"):
+        check_judge(3)
+    with pytest.raises(InputError, match=r"expected a RelativeJudge or a function of .*, but too many"):
+        check_judge(lambda task: [1.0])
+    with pytest.raises(InputError, match="complete: got 'http://h/v1', expected a ChatEndpoint"):
+        RelativeJudge("http://h/v1")  # type: ignore[arg-type]
 
 
 def test_a_judge_function_gets_copies_of_its_own() -> None:

@@ -25,7 +25,7 @@ from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall
 from branchline.timelines.merge import merge
 from branchline.tree.session import Session
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Node, Tree
 
 log = logging.getLogger("branchline.export")
 
@@ -47,13 +47,22 @@ class _Answer:
         return self.prompt_ids.tobytes(), self.ids.tobytes(), logprobs, message.key
 
 
+@dataclass(frozen=True)
+class HandBuiltTree:
+    """The tree of hand-built histories."""
+
+    tree: Tree
+    main_leaf: Node | None
+    """The end of a timeline with all choices of the main history; None if it has none."""
+
+
 def build_tree(
     histories: Sequence[History],
     codec: Codec | None = None,
     *,
     history: HistoryPolicy = "template",
     version: int = 0,
-) -> Tree:
+) -> HandBuiltTree:
     """Returns the tree of hand-built histories, the main one first; `version` is the policy version that
     sampled the choices. Raises ExportError if ids are missing and there is no codec."""
     placed = [
@@ -73,7 +82,8 @@ def build_tree(
         answers = [_exact_answer(place, choice) for place, choice in placed]
     else:
         answers = _complete(placed, codec, history)
-    answers = _distinct(answers)
+    main_count = len(histories[0].choices) if histories else 0
+    answers, position_of = _distinct(answers)
     calls = [
         LoggedCall(
             answer.choice.request,
@@ -97,7 +107,14 @@ def build_tree(
                 inexact=not choice.is_exact,
                 estimated=choice.output.ids is None,
             )
-    return merged.tree
+    main_leaf: Node | None = None
+    if main_count:
+        last = position_of[main_count - 1]
+        call = next(call for call in merged.tree.calls if merged.logged_call(call.index).line == last)
+        main_leaf = merged.tree.nodes[call.outputs[0]]
+        while main_leaf.children:
+            main_leaf = main_leaf.all_children()[0]
+    return HandBuiltTree(merged.tree, main_leaf)
 
 
 def _check_vocabulary(placed: Sequence[tuple[str, SampledChoice]], vocab_size: int) -> None:
@@ -149,22 +166,25 @@ def _call_ids(answers: Sequence[_Answer]) -> Iterator[str]:
         yield name if used[name] == 1 else f"{name}#{used[name]}"
 
 
-def _distinct(answers: Sequence[_Answer]) -> list[_Answer]:
-    """Returns each answer once, as the choice that is exact if one is. Equal answers of different responses
-    were sampled twice."""
+def _distinct(answers: Sequence[_Answer]) -> tuple[list[_Answer], list[int]]:
+    """Returns each answer once, as the choice that is exact if one is, and where each of the given ones is
+    among them. Equal answers of different responses were sampled twice."""
     kept: list[_Answer] = []
+    position_of: list[int] = []
     positions: dict[tuple[bytes, ...], list[int]] = {}
     for answer in answers:
         same = positions.setdefault(answer.key, [])
         found = next((index for index in same if answer.choice.may_be(kept[index].choice)), None)
         if found is None:
-            same.append(len(kept))
+            found = len(kept)
+            same.append(found)
             kept.append(answer)
-            continue
-        one, other = sorted((kept[found], answer), key=lambda entry: not entry.choice.is_exact)
-        response_id = one.choice.response_id or other.choice.response_id
-        kept[found] = replace(one, choice=replace(one.choice, response_id=response_id))
-    return kept
+        else:
+            one, other = sorted((kept[found], answer), key=lambda entry: not entry.choice.is_exact)
+            response_id = one.choice.response_id or other.choice.response_id
+            kept[found] = replace(one, choice=replace(one.choice, response_id=response_id))
+        position_of.append(found)
+    return kept, position_of
 
 
 # -- what a codec adds ---------------------------------------------------------------------------------

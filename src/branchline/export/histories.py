@@ -77,9 +77,10 @@ class History:
 
     def __post_init__(self, train_messages: bool) -> None:
         """Raises MessageError with the position of an item that cannot be read."""
-        if self.messages_and_choices is None or self.messages:
-            return
-        items = _own_copy(self.messages_and_choices)
+        given = self.messages_and_choices
+        if given is None or (self.messages and isinstance(given, ReadOnlyList)):
+            return  # of a session, or read already
+        items = _own_copy(given)
         tools = copy.deepcopy(self.tools)
         kwargs = copy.deepcopy(_read_kwargs(self.chat_template_kwargs))
         messages, choices = _read_items(items, tools, kwargs, self.agent, train_messages)
@@ -118,14 +119,14 @@ class History:
         """Returns a history from one, from its JSON, or from an object with the same attributes (ART's)."""
         if isinstance(raw, History):
             return raw
+        known = (_ITEMS, "tools", "agent", "chat_template_kwargs")
         if isinstance(raw, Mapping):
-            known = (_ITEMS, "tools", "agent", "chat_template_kwargs")
             for key in raw:
                 if key not in known:
                     raise MessageError(f"{path}.{key}", raw[key], f"one of {', '.join(known)}")
             fields = dict(raw)
         else:
-            fields = {name: getattr(raw, name) for name in (_ITEMS, "tools") if hasattr(raw, name)}
+            fields = {name: getattr(raw, name) for name in known if hasattr(raw, name)}
         if _ITEMS not in fields:
             raise MessageError(path, type(raw).__name__, f"a history with {_ITEMS}")
         return cls.read(fields.pop(_ITEMS), **fields)
@@ -215,8 +216,13 @@ def _read_answer(raw: Mapping[str, Any], path: str, request: Request, index: int
     if len(prompts) == 2 and prompts[0][1] != prompts[1][1]:
         raise MessageError(prompts[1][0], prompts[1][1], f"those of {prompts[0][0]}")
     texts: tuple[bytes | None, ...] = ()
-    if output.ids is None and output.logprobs is not None:
+    if output.logprobs is not None:
         texts = _token_texts(choice["logprobs"], f"{choice_path}.logprobs")
+        if output.ids is not None:
+            _check_named_ids(output.ids, texts, f"{choice_path}.logprobs")
+            texts = ()
+    if output.ids is not None and not len(output.ids) and not output.message.is_empty:
+        raise MessageError(f"{choice_path}.token_ids", [], "the ids of the answer")
     number = choice.get("index")
     return SampledChoice(
         request,
@@ -242,6 +248,13 @@ def _token_texts(logprobs: Any, path: str) -> tuple[bytes | None, ...]:
         except (TypeError, ValueError):
             raise MessageError(f"{path}.content[{index}].bytes", content, "a list of bytes") from None
     return tuple(texts)
+
+
+def _check_named_ids(ids: Ids, texts: Sequence[bytes | None], path: str) -> None:
+    """Raises MessageError for a token that is named by another id than that of its position."""
+    for index, (token, text) in enumerate(zip(ids.tolist(), texts, strict=True)):
+        if text is not None and text.startswith(b"token_id:") and text != b"token_id:%d" % token:
+            raise MessageError(f"{path}.content[{index}].token", text.decode(), f"token_id:{token}")
 
 
 def _to_json(item: object, path: str) -> dict[str, Any]:

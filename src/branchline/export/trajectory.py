@@ -90,13 +90,18 @@ class Trajectory:
         history_policy: HistoryPolicy,
         train_messages: bool,
     ) -> None:
-        if self.report is not None:
-            return  # built already, or from a tree
+        given = self.messages_and_choices
+        if self.report is not None:  # built already, or from a tree
+            if given is not None and (self.history is None or given != self.history.messages_and_choices):
+                raise InputError(
+                    "messages_and_choices: got others than its samples have, build a new Trajectory"
+                )
+            return
+        _check_list("additional_histories", self.additional_histories, "histories")
         others = tuple(
             History.of(raw, f"additional_histories[{index}]")
             for index, raw in enumerate(self.additional_histories)
         )
-        given = self.messages_and_choices
         if given is None and not any(history.choices for history in others):
             object.__setattr__(self, "additional_histories", others)
             return
@@ -108,27 +113,35 @@ class Trajectory:
             chat_template_kwargs=chat_template_kwargs,
             train_messages=train_messages,
         )
+        _check_list("logs", self.logs, "texts")
+        if not isinstance(self.metadata, Mapping):
+            raise MessageError("metadata", self.metadata, "an object")
+        if not isinstance(self.start_time, datetime | None):
+            raise MessageError("start_time", self.start_time, "a datetime or None")
         version = _read_version("initial_policy_version", self.initial_policy_version)
         _read_version("final_policy_version", self.final_policy_version)
-        built = Trajectory.from_tree(
-            build_tree([main, *others], codec, history=history_policy, version=version or 0),
-            session=self.session,
-            reward=_read_reward(self.reward),
-            metrics=_read_metrics(self.metrics),
-            policy=policy,
-            finished=self.finished and _is_finished(main),
-            failed=self.failed,
+        hand_built = build_tree([main, *others], codec, history=history_policy, version=version or 0)
+        fork_report = classify_forks(hand_built.tree)
+        fork_report.main_leaf = hand_built.main_leaf
+        reward = _read_reward(self.reward)
+        export = export_samples(
+            hand_built.tree, policy, session=self.session, reward=reward, fork_report=fork_report
         )
         own: dict[str, object] = {
+            "samples": tuple(export.samples),
             "history": main,
             "additional_histories": others,
+            "reward": reward,
+            "metrics": _read_metrics(self.metrics),
+            "finished": self.finished and _is_finished(main),
+            "report": export.report,
+            "parent_answers": _parent_answers(hand_built.tree, fork_report),
+            "fork_causes": _count_causes(fork_report),
             "messages_and_choices": main.messages_and_choices,
             "tools": main.tools,
             "metadata": copy.deepcopy(dict(self.metadata)),
             "logs": tuple(self.logs),
         }
-        for name in ("samples", "reward", "metrics", "finished", "report", "parent_answers", "fork_causes"):
-            own[name] = getattr(built, name)
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
@@ -205,7 +218,7 @@ class Trajectory:
             failed=failed,
             report=export.report,
             parent_answers=_parent_answers(tree, fork_report),
-            fork_causes=Counter(fork.cause.value for fork in fork_report.forks),
+            fork_causes=_count_causes(fork_report),
         )
 
     @classmethod
@@ -306,6 +319,10 @@ class TrajectoryGroup:
         return len(self.trajectories)
 
 
+def _count_causes(fork_report: ForkReport) -> Counter[str]:
+    return Counter(fork.cause.value for fork in fork_report.forks)
+
+
 def _is_finished(main: History) -> bool:
     return not main.choices or main.choices[-1].output.finish_reason != "length"
 
@@ -323,11 +340,18 @@ def _read_reward(reward: object) -> float | None:
     return value
 
 
-def _read_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+def _check_list(name: str, values: object, kind: str) -> None:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise MessageError(name, values, f"a list of {kind}")
+
+
+def _read_metrics(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise MessageError("metrics", metrics, "an object of numbers")
     for name, value in metrics.items():
         if not isinstance(value, int | float | np.number | np.bool_):
             raise MessageError(f"metrics.{name}", value, "a number")
-    return dict(metrics)  # type: ignore[arg-type]
+    return dict(metrics)
 
 
 def _read_version(name: str, version: object) -> int | None:

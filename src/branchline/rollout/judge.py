@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from branchline.core.errors import EngineError, InputError
 from branchline.engines.client import HttpClient, ServerConfig
@@ -42,7 +43,7 @@ Complete = Callable[[ChatMessages], str | Awaitable[str]]
 """Returns the answer of the judge's model to a conversation."""
 Scores = Sequence[float | None] | Sequence[Judgement]
 JudgeFunction = Callable[[Any, Sequence[Trajectory]], Scores | Awaitable[Scores]]
-"""Returns the scores of the trajectories of a task, from 0 to 1, in their order."""
+"""Returns the scores of the trajectories of a task, from 0 to 1 or true and false, in their order."""
 _MAX_ECHO_CHARS = 20_000
 _GRACE_S = 1.0
 
@@ -104,6 +105,10 @@ class RelativeJudge:
     _slots: asyncio.Semaphore | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if not callable(self.complete):
+            raise InputError(
+                f"complete: got {self.complete!r}, expected a ChatEndpoint or a function of messages"
+            )
         for name, value in (("attempts", self.attempts), ("workers", self.workers)):
             if value < 1:
                 raise InputError(f"{name}: got {value}, expected 1 or more")
@@ -157,6 +162,21 @@ class RelativeJudge:
 Judge = RelativeJudge | JudgeFunction
 
 
+def check_judge(judge: object) -> None:
+    """Raises InputError for what is no judge."""
+    if isinstance(judge, RelativeJudge):
+        return
+    expected = "expected a RelativeJudge or a function of (task, trajectories)"
+    if not callable(judge):
+        raise InputError(f"judge: got {judge!r}, {expected}")
+    try:
+        inspect.signature(judge).bind("task", "trajectories")
+    except TypeError as error:
+        raise InputError(f"judge: {expected}, but {error}") from error
+    except ValueError:  # a builtin without a signature
+        pass
+
+
 async def judge_group(
     judge: Judge, task: object, trajectories: Sequence[Trajectory], timeout_s: float | None = None
 ) -> list[Judgement]:
@@ -194,7 +214,15 @@ def _check_scores(scores: object, count: int) -> list[Judgement]:
     if not isinstance(scores, list | tuple) or len(scores) != count:
         got = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
         raise InputError(f"got {got}, expected a list of {count} scores")
-    return [score if isinstance(score, Judgement) else read_score([score]) for score in scores]
+    return [_check_score(score) for score in scores]
+
+
+def _check_score(score: object) -> Judgement:
+    if isinstance(score, Judgement):
+        return score if score.score is None and score.problem else read_score([score.score])
+    if isinstance(score, np.generic):
+        score = score.item()
+    return read_score([float(score) if isinstance(score, bool) else score])
 
 
 def _pose_question(task: object, trajectories: Sequence[Trajectory]) -> tuple[list[str], int, str]:

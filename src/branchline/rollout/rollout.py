@@ -25,7 +25,7 @@ from branchline.core.errors import InputError, SessionError
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
-from branchline.rollout.judge import Judge, judge_group
+from branchline.rollout.judge import Judge, check_judge, judge_group
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import Runner, RunnerSpec, make_runner, select_runner
 from branchline.rollout.session_gateway import LocalGateway, SessionGateway
@@ -131,6 +131,8 @@ class Rollout:
         again; `stats` are then those of the sessions that the sinks have."""
         if reward is not None and judge is not None:
             raise InputError("judge: got a judge and a reward function, expected one of them")
+        if judge is not None:
+            check_judge(judge)
         self.config = config = config or RolloutConfig()
         specs = runners if isinstance(runners, Mapping) else {"": runners}
         self._runners = {name: make_runner(spec) for name, spec in specs.items()}
