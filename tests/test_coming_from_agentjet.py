@@ -191,9 +191,11 @@ async def _(_folder: Path) -> None:
 async def _(_folder: Path) -> None:
     async with agent("A1", metadata={"answer": "4"}) as a:
         await a.ask_text("p")
-        session = await post(a, "/reward", {"score": 1.0, "is_success": True})
-        assert session["rewards"] == [{"score": 1.0, "is_success": True}]
-        assert (await a.get("/samples"))["samples"][0]["metadata"] == {"answer": "4"}
+        reward = {"score": 1.0, "extras": {"is_success": True}}
+        session = await post(a, "/reward", reward)
+        assert session["rewards"] == [reward]
+        (sample,) = (await a.get("/samples"))["samples"]
+        assert (sample["metadata"], sample["reward_extras"]) == ({"answer": "4"}, '{"is_success":true}')
 
 
 @check("Reward.step_reward_arr")

@@ -230,15 +230,17 @@ def test_errors_name_the_request_the_status_and_the_code(kind: str) -> None:
                     await client.open_session(grup="g")
                 with pytest.raises(InputError, match="turn: got 0, expected the number of an answer"):
                     await session.reward(1.0, turn=0)
-                await session.finalize()
-                with pytest.raises(SessionError, match=r"status 409 \(closed\): session s1 is finalized"):
+                with pytest.raises(InputError, match=r"status 400: turn: got 9, .*conversation has 0"):
+                    await session.reward(1.0, turn=9)
+                await session.abort()
+                with pytest.raises(SessionError, match=r"status 409 \(closed\): session s1 is aborted"):
                     await session.reward(1.0)
             async with open_client(kind, a.gateway.url, "wrong") as client:
                 with pytest.raises(SessionError, match="this needs the admin key") as caught:
                     await client.open_session()
                 assert caught.value.kind == "forbidden"
                 by_control_key = client.session("s1", control_key=session.control_key)
-                assert (await by_control_key.view()).state == "finalized"
+                assert (await by_control_key.view()).state == "aborted"
 
     run(test)
 
@@ -260,8 +262,9 @@ def test_a_request_whose_response_is_lost_has_one_effect(kind: str, tmp_path: Pa
                 assert len(a.gateway.sessions) == 2  # and the session of the harness
                 assert a.gateway.sessions.by_api_key(session.api_key) is managed
                 await session.reward(1.0)
-                await session.post_rewards([0.5, {"score": 0.25, "note": "x"}])
-                assert managed.rewards == [{"score": 1.0}, {"score": 0.5}, {"score": 0.25, "note": "x"}]
+                await session.post_rewards([{"score": 0.5}, {"score": 0.25, "note": "x"}])
+                last = {"score": 0.25, "extras": {"note": "x"}}
+                assert managed.rewards == [{"score": 1.0}, {"score": 0.5}, last]
                 assert len(await client.add_engine(two.url)) == 2
                 assert (await client.pause()).paused
                 assert (await client.resume(1)).version == 1

@@ -143,7 +143,7 @@ def test_additional_histories_alone_are_trained() -> None:
     [
         ({"additional_histories": [3]}, r"additional_histories\[0\]: got 'int', expected a history"),
         ({"additional_histories": [{"messages": []}]}, r"additional_histories\[0\].messages: got \[\]"),
-        ({"reward": float("nan")}, "reward: got nan, expected a finite number or None"),
+        ({"reward": float("nan")}, "reward: got nan, expected a finite number"),
         ({"reward": "1"}, "reward: got '1'"),
         ({"reward": 10**400}, "reward: got 1000"),
         ({"metrics": {"turns": "2"}}, "metrics.turns: got '2', expected a number"),

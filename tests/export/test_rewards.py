@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from branchline import ExportPolicy, Generation, Message, Request, Session, ToyCodec, export_samples
 from branchline.core.call import Delivery
 from branchline.core.errors import MessageError
+from branchline.core.reward import read_rewards
 from branchline.core.sample import RewardSpan
-from branchline.export.rewards import check_reward_part, session_reward
+from branchline.export.rewards import check_reward_parts, session_reward
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from tests.export.test_samples import CODEC, commit_reply, forked_session
@@ -166,7 +167,7 @@ def test_the_last_reward_without_a_part_is_that_of_the_session() -> None:
 )
 def test_a_reward_for_a_part_that_does_not_exist_is_refused(part: dict[str, Any], expected: str) -> None:
     with pytest.raises(MessageError, match=re.escape(expected)):
-        check_reward_part(linear_session().tree, {"score": 1, **part})
+        check_reward_parts(linear_session().tree, read_rewards({"score": 1, **part}))
 
 
 @settings(max_examples=60, deadline=None)

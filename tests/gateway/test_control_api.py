@@ -14,6 +14,7 @@ import pytest
 
 from branchline import ToyCodec
 from branchline.core.errors import MessageError
+from branchline.core.reward import read_rewards
 from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine
 from branchline.engines.upstream_chat import UpstreamChat
@@ -152,12 +153,13 @@ def test_samples_of_an_aborted_session_are_exported_only_on_request() -> None:
 def test_a_list_of_rewards_is_posted_at_once_and_an_id_counts_once() -> None:
     async def test() -> None:
         async with agent("A1") as a:
+            await a.ask_text("p")
             rewards = [{"id": "t/turn-1", "score": 1, "turn": 1}, {"id": "t", "score": 2}]
             for _ in range(2):
-                await a.session.managed.post_reward(rewards)
+                await a.session.managed.post_rewards(read_rewards(rewards))
             assert (len(a.session.managed.rewards), a.session.managed.reward) == (2, 2.0)
             with pytest.raises(MessageError):
-                await a.session.managed.post_reward([{"score": 3}, {"score": "no"}])
+                await a.session.managed.post_rewards(read_rewards([{"score": 3}, {"score": "no"}]))
             assert len(a.session.managed.rewards) == 2
 
     run(test)
@@ -206,7 +208,7 @@ def test_unknown_session_options_are_refused(body: dict[str, Any], problem: str)
     run(test)
 
 
-@pytest.mark.parametrize("score", ["1", None, True, [1], float("nan"), 10**600, {"text": "good"}])
+@pytest.mark.parametrize("score", ["1", None, [1], float("nan"), 10**600, {"text": "good"}])
 def test_reward_that_is_not_finite_is_refused_and_not_stored(score: Any) -> None:
     async def test() -> None:
         async with agent("x") as a:
@@ -223,7 +225,7 @@ def test_reward_extras_must_be_json_and_numpy_numbers_are_numbers() -> None:
             await a.session.reward(np.float32(0.5), note="fine")  # type: ignore[arg-type]
             with pytest.raises(MessageError, match="extra"):
                 await a.session.reward(1.0, extra=object())
-            assert (await a.get(""))["rewards"] == [{"score": 0.5, "note": "fine"}]
+            assert (await a.get(""))["rewards"] == [{"score": 0.5, "extras": {"note": "fine"}}]
 
     run(test)
 

@@ -246,7 +246,7 @@ def test_an_agent_may_complete_its_own_session_and_do_no_more() -> None:
 # -- rewards and timelines ---------------------------------------------------------------------------
 
 
-def test_rewards_of_turns_timelines_and_tools_reach_the_samples() -> None:
+def test_rewards_of_turns_calls_and_timelines_reach_the_samples() -> None:
     async def test() -> None:
         async with agent(*REPLIES) as a:
             response = await a.ask("p")
@@ -259,18 +259,15 @@ def test_rewards_of_turns_timelines_and_tools_reach_the_samples() -> None:
                 {"score": 0.1, "call": call},
                 {"score": 0.2, "turn": 2},
                 {"score": 0.3, "timeline": first["id"]},
-                {"score": 0.4, "tool": "search"},
             ):
                 assert (await post(a, "/reward", reward)).status_code == 200
             one, two = (await a.get("/samples"))["samples"]
             assert (one["reward"], two["reward"]) == (0.3, 1.0)
             assert [(r["score"], r["call"] == call, r["tool"]) for r in one["rewards"]] == [
                 (0.3, False, ""),
-                (0.4, False, "search"),
                 (0.1, True, ""),
             ]
             assert [(r["score"], r["start"], r["end"]) for r in two["rewards"]] == [
-                (0.4, 0, len(two["response_ids"])),
                 (0.1, 0, 2),
                 (0.2, len(two["response_ids"]) - 3, len(two["response_ids"])),
             ]

@@ -126,8 +126,10 @@ def test_concurrent_repeats_of_a_reward_add_it_once(tmp_path: Path) -> None:
     async def test() -> None:
         async with agent("x", journal=tmp_path / "j") as a:
             path = f"/sessions/{a.session.id}/reward"
-            await asyncio.gather(*[post(a, path, [0.5, {"score": 1.0, "note": "b"}]) for _ in range(8)])
-            assert a.session.managed.rewards == [{"score": 0.5}, {"score": 1.0, "note": "b"}]
+            await asyncio.gather(
+                *[post(a, path, [{"score": 0.5}, {"score": 1.0, "extras": {"note": "b"}}]) for _ in range(8)]
+            )
+            assert a.session.managed.rewards == [{"score": 0.5}, {"score": 1.0, "extras": {"note": "b"}}]
 
     run(test)
 
@@ -149,10 +151,11 @@ def test_the_rest_of_a_list_is_added_if_the_journal_failed_in_its_middle(
 
             monkeypatch.setattr(Journal, "append", fail_second)
             path = f"/sessions/{a.session.id}/reward"
-            assert (await post(a, path, [1.0, 2.0, 3.0])).status_code == 500
+            rewards = [{"score": score} for score in (1.0, 2.0, 3.0)]
+            assert (await post(a, path, rewards)).status_code == 500
             assert managed.rewards == [{"score": 1.0}]
-            assert (await post(a, path, [1.0, 2.0, 3.0])).status_code == 200
-            assert managed.rewards == [{"score": 1.0}, {"score": 2.0}, {"score": 3.0}]
+            assert (await post(a, path, rewards)).status_code == 200
+            assert managed.rewards == rewards
 
     run(test)
 

@@ -218,8 +218,8 @@ def test_the_answer_of_every_operation_fits_its_schema() -> None:
                 for endpoint in ("models", "models/{model}", "session"):
                     await expect(a, "GET", f"{prefix}/{endpoint}", key=key)
             session = "/sessions/{id}"
-            await expect(a, "POST", f"{session}/reward", {"score": 1.0, "turn": 1, "note": "x"})
-            await expect(a, "POST", f"{session}/reward", [1, {"score": 0.5}])
+            await expect(a, "POST", f"{session}/reward", {"score": 1.0, "turn": 1, "extras": {"note": "x"}})
+            await expect(a, "POST", f"{session}/reward", [{"score": True}, {"score": 0.5}])
             options = {
                 "group": "g",
                 "limits": {"calls": 3},
@@ -283,7 +283,13 @@ def test_an_answer_with_another_field_or_type_does_not_fit() -> None:
         ("/sessions", {"grup": "g"}, False),
         ("/sessions", {"limits": {"calls": 0}}, False),
         ("/sessions/{id}/reward", 1, True),
-        ("/sessions/{id}/reward", [{"score": 1, "tool": "search"}, 2.5], True),
+        ("/sessions/{id}/reward", True, True),
+        ("/sessions/{id}/reward", [{"score": 1, "extras": {}}, {"score": 2.5, "id": 3}], True),
+        ("/sessions/{id}/reward", [1], False),
+        ("/sessions/{id}/reward", [], False),
+        ("/sessions/{id}/reward", {"score": 1, "note": "x"}, False),
+        ("/sessions/{id}/reward", {"score": 1, "extras": "x"}, False),
+        ("/sessions/{id}/reward", {"score": 1, "tool": ""}, False),
         ("/sessions/{id}/reward", "1", False),
         ("/sessions/{id}/finalize", {"return": "everything"}, False),
         ("/policy/resume", {"version": -1}, False),

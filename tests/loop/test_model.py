@@ -163,7 +163,7 @@ def test_samples_have_the_reward_of_the_session() -> None:
         model, managed, _ = scripted_model("ok")
         assert await model.samples() == []
         await model.ask(ASK)
-        await managed.post_reward({"score": 0.5})
+        await managed.post_rewards([{"score": 0.5}])
         (sample,) = await model.samples()
         assert (sample.reward, sample.session, sample.trained_tokens) == (0.5, managed.id, 3)
 

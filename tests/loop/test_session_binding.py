@@ -63,12 +63,12 @@ def test_samples_carry_the_reward_and_the_session_is_completed(over_http: bool) 
             assert (s.managed.state, s.managed.reason) == ("completed", "interaction")
             first, second, third = state.call_ids
             assert s.managed.rewards == [
-                {"id": "t/call-0", "score": 4.0, "tool": "act", "turn": 1, "call": first},
-                {"id": "t/call-1", "score": 4.0, "tool": "act", "turn": 1, "call": first},
-                {"id": "t/turn-2", "score": 0.0, "turn": 2, "call": second},
-                {"id": "t/turn-3", "score": 1.0, "turn": 3, "call": third},
+                {"id": "t/call-0", "score": 4.0, "tool": "act", "call": first, "extras": {"turn": 1}},
+                {"id": "t/call-1", "score": 4.0, "tool": "act", "call": first, "extras": {"turn": 1}},
+                {"id": "t/turn-2", "score": 0.0, "call": second, "extras": {"turn": 2}},
+                {"id": "t/turn-3", "score": 1.0, "call": third, "extras": {"turn": 3}},
                 {"id": "t/tool-act", "score": 0.5, "tool": "act"},
-                {"id": "t", "score": 2.0, "stop_reason": "interaction", "faults": []},
+                {"id": "t", "score": 2.0, "extras": {"stop_reason": "interaction", "faults": []}},
             ]
 
     run(test)
@@ -183,8 +183,10 @@ def test_a_model_opened_at_a_gateway_rewards_completes_and_finalizes() -> None:
             assert (managed.state, managed.reason) == ("completed", "done")
             await model.finalize()
             assert managed.state == "finalized"
+            await model.reward({"score": 4.0, "id": "last"})
+            assert [sample.reward for sample in await model.samples()] == [4.0]
             with pytest.raises(SessionError, match="is finalized and takes no more calls"):
-                await model.reward(1.0)
+                await model.ask([Message("user", "Again.")])
 
     run(test)
 

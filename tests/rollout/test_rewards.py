@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from branchline import Trajectory
 from branchline.core.errors import InputError
+from branchline.core.reward import Reward
+from branchline.export.rewards import session_reward
+from branchline.rollout import processes
 from branchline.rollout.rewards import RewardScorer, VerifierCommand
 from branchline.rollout.rollout import Rollout, RolloutConfig
+from branchline.rollout.session_result import SessionEnd, SessionJob, SessionResult
 from branchline.rollout.sinks import MemorySink
+from branchline.rollout.tasks import RolloutTask
 from tests.export.test_samples import forked_session
 from tests.rollout.harness import ask, run, scripted_gateway
 
@@ -41,23 +53,94 @@ def rewarded(
     return sink
 
 
-def test_an_async_function_may_reward_turns_and_tools_and_the_whole() -> None:
+def test_an_async_function_may_reward_turns_and_the_whole() -> None:
     async def reward(task: Mapping[str, Any], trajectory: Trajectory) -> list[dict[str, Any]]:
         assert trajectory.answer == task["answer"]
-        return [{"score": 0.5, "turn": 1}, {"score": 2.0, "tool": "search"}, {"score": 1.0, "note": "good"}]
+        return [{"score": 0.5, "turn": 1}, {"score": 2.0, "turn": 2}, {"score": 1.0, "note": "good"}]
 
     (result,) = rewarded(reward).results
     assert result.reward == 1.0
     (sample,) = result.samples
-    spans = [(span.score, span.turn, span.tool) for span in sample.rewards]
-    assert sorted(spans, key=str) == [(0.5, 1, ""), (2.0, None, "search")]
+    assert [(span.score, span.turn) for span in sample.rewards] == [(0.5, 1), (2.0, 2)]
     assert sample.reward_extras == '{"note":"good"}'
 
 
-@pytest.mark.parametrize("value", [None, "much", {"points": 1}, [{"turn": 1}], float("inf"), object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "much", "0.5", "1%", b"1", {"points": 1}, {"reward": 1}, [{"turn": 1}], [], [1.0], [True], (0.5, {}),
+        [None], float("inf"), float("nan"), 10**400, 1j, object(), np.array([1.0]), np.float32("nan"),
+        {"score": "1"},
+        {"score": None}, {"score": [1]}, {"score": 1, "id": [2]}, {"score": 1, "extras": [2]},
+        {"score": 1, "note": object()}, {"score": 1, "note": float("nan")}, {"score": 1, 2: 3},
+    ],
+)  # fmt: skip
 def test_a_value_that_is_no_reward_fails_the_session(value: Any) -> None:
     (result,) = rewarded(lambda task, trajectory: value).results
     assert (result.status, str(result.end.cause)) == ("failed", "reward_error")
+    assert result.rewards == []
+
+
+def test_a_function_that_returns_nothing_is_told_so() -> None:
+    (result,) = rewarded(lambda task, trajectory: None).results
+    assert str(result.end.cause) == "reward_error"
+    assert "returned None, expected a reward (is a `return` missing?)" in result.end.error
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0), (False, 0.0), ({"score": False}, 0.0), (np.bool_(True), 1.0), (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0), (np.array(0.25), 0.25), (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0),
+        (Decimal("0.5"), 0.5), (Fraction(1, 4), 0.25), (-2, -2.0), (({"score": 1}, {"score": 0.5}), 0.5),
+    ],
+)  # fmt: skip
+def test_numbers_of_every_kind_and_truth_values_are_scores(value: Any, expected: float) -> None:
+    (result,) = rewarded(lambda task, trajectory: value).results
+    assert result.reward == expected
+    assert [sample.reward for sample in result.samples] == [expected]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["call_id", "calls", "turns", "Turn", "turn_number", "turn-index", "timelineId", "tools", "tool_name",
+     "agents", "agent_name", "reward"],
+)  # fmt: skip
+def test_a_misspelt_part_does_not_reward_the_whole_session(name: str) -> None:
+    value = [{"score": 1.0}, {"score": 0.2, name: 1}]
+    (result,) = rewarded(lambda task, trajectory: value).results
+    assert (str(result.end.cause), result.rewards) == ("reward_error", [])
+    assert name in result.end.error
+    assert "put it under `extras`" in result.end.error
+
+
+def test_what_a_function_returns_beside_the_score_is_in_the_samples_as_extras() -> None:
+    value = {"score": 1, "passed": np.int64(3), "extras": {"turns": 2, "why": ("a", "b")}}
+    (result,) = rewarded(lambda task, trajectory: value).results
+    extras = {"passed": 3, "turns": 2, "why": ["a", "b"]}
+    assert result.rewards == [{"score": 1.0, "extras": extras}]
+    assert [json.loads(sample.reward_extras) for sample in result.samples] == [extras]
+
+
+def test_an_agent_that_returns_nonsense_fails_its_session_only() -> None:
+    class Broken(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            raise RuntimeError("broken")
+
+    async def agent(task: Mapping[str, Any], session: Any) -> Any:
+        await ask(session, task["prompt"])
+        return {"text": "1", "truth": True, "object": Broken(score=1, call="x")}[task["id"]]
+
+    sink = MemorySink()
+
+    async def test() -> None:
+        async with scripted_gateway() as gateway:
+            tasks = [{"id": name, "prompt": "x"} for name in ("text", "truth", "object")]
+            await Rollout(gateway, agent, sinks=[sink]).run(tasks)
+
+    run(test)
+    found = {result.job.task.uid: (str(result.end.cause), result.reward) for result in sink.results}
+    assert found == {"text": ("reward_error", None), "truth": ("None", 1.0), "object": ("reward_error", None)}
 
 
 def test_a_function_that_raises_fails_its_session_only() -> None:
@@ -96,26 +179,141 @@ def test_a_reward_that_takes_too_long_fails_the_session() -> None:
     assert (result.status, result.end.error) == ("failed", "TimeoutError: timed out after 0.02 s")
 
 
+# -- verifier commands -------------------------------------------------------------------------------
+
+
+def verified(command: str, *, exit_code: bool = False) -> list[Reward]:
+    """Returns what a verifier says about an empty session of a task."""
+    job = SessionJob(RolloutTask("a", {"prompt": "question"}))
+    result = SessionResult(job, SessionEnd(), Trajectory(()))
+    return asyncio.run(VerifierCommand(command, exit_code).score(result))
+
+
 @pytest.mark.parametrize(
-    ("command", "expected"),
+    ("stdout", "expected"),
     [
+        ("1", 1.0),
+        ("checking\n0.25\n\n \r\n", 0.25),
+        ("-1e-3", -0.001),
         ("true", 1.0),
         ("false", 0.0),
-        ("echo checking; echo 0.25", 0.25),
-        ("""echo '{"score": 0.5, "passed": 3}'""", 0.5),
-        ("grep -q BRANCHLINE_NOTHING", 0.0),
-        ("grep -q question", 1.0),
-        ("""test "$BRANCHLINE_TASK" = '{"prompt":"question"}'""", 1.0),
-        ("exit 2", None),
-        ("echo broken >&2; kill -9 $$", None),
+        ('{"score": 0}', 0.0),
+        ('[{"score": 0}]', 0.0),
+        ('[{"score": 1}, {"score": false}]', 0.0),
+        ('{"score": 1}\r', 1.0),
+        ("1\n0", 0.0),
+        ('{"score": 0.5, "why": "\u2028"}', 0.5),
     ],
 )
-def test_a_verifier_command_prints_the_reward_or_says_it_by_its_exit_code(
-    command: str, expected: float | None
+def test_the_last_line_of_a_verifier_is_the_reward(stdout: str, expected: float) -> None:
+    assert session_reward(verified(printing(stdout.encode()))) == expected
+
+
+def printing(stdout: bytes, then: str = "") -> str:
+    """Returns a command that prints bytes."""
+    program = f"import sys; sys.stdout.buffer.write(bytes.fromhex({stdout.hex()!r}))"
+    return f'"{sys.executable}" -c "{program}"; {then}'
+
+
+@pytest.mark.parametrize(
+    "stdout",
+    [
+        b"", b"\n \n", b"NaN", b"Infinity", b"-Infinity", b"1e999", b"1" * 5000, b"null",
+        b'"0.25"', b"reward: 0", b"1%", b"4/5", b"1 passed", b"0 1",
+        b"0.5 # fine", b"{}", b"[]", b"[0]", b"[[{}]]",
+        b'[{"score":0}, 1]', b'{"score": "1"}', b'{"score": null}', b'{"score": NaN}', b'{"score": 1',
+        b'{"score": 1} ok',
+        b'{"score": 0, "score": 1}', b'{"reward": 0}', b'{"score": 0, "turns": 1}', b"\xef\xbb\xbf1",
+        b"\x1b[32m1\x1b[0m", b'{"score": 1, "why": "\xff"}', b'{"score": 1, "why": "\\ud83d"}',
+        "½".encode(), b"1\x00", b"1\n0\x0c", b"True",
+        b"1,",         b"0x1", b"1_0", b"+1", b".5", b"01", b"1\nwarning: done",
+    ],
+)  # fmt: skip
+def test_a_last_line_that_is_no_reward_is_an_error_that_shows_it(stdout: bytes) -> None:
+    with pytest.raises(InputError, match=r"verifier command: (got nothing|the last line) ") as caught:
+        verified(printing(stdout, "echo a warning >&2"))
+    assert "its stderr ends with 'a warning'" in str(caught.value)
+    if stdout.strip():
+        last = stdout.rsplit(b"\n", 1)[-1].decode(errors="backslashreplace")
+        assert repr(last)[1:60] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("echo 1; exit 1", "exit status 1, expected 0"),
+        ("echo 1; exit 2", "exit status 2, expected 0"),
+        ("echo 1; kill -9 $$", "signal SIGKILL, expected 0"),
+        ("no-such-verifier", "exit status 127"),
+        ("false", "exit status 1"),
+        ("grep -q BRANCHLINE_NOTHING", "exit status 1"),
+    ],
+)
+def test_a_verifier_that_crashes_is_an_error_whatever_it_printed(command: str, problem: str) -> None:
+    with pytest.raises(InputError, match=f"verifier command: got {problem}"):
+        verified(f"echo before >&2; {command}")
+
+
+def test_a_warning_on_stderr_does_not_hide_the_reward() -> None:
+    assert verified("echo 0; echo deprecated >&2") == [{"score": 0.0}]
+    assert verified("echo 0.5; echo 1 >&2") == [{"score": 0.5}]
+
+
+def test_a_verifier_gets_the_task_and_the_session() -> None:
+    assert verified("""grep -q '"uid":"a"' && echo 1""") == [{"score": 1.0}]
+    assert verified("""test "$BRANCHLINE_TASK" = '{"prompt":"question"}' && echo 1""") == [{"score": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [("true", 1.0), ("false", 0.0), ("echo 0.25", 1.0), ("echo 1; exit 1", 0.0), ("echo nonsense", 1.0)],
+)
+def test_exit_statuses_are_rewards_on_request_and_stdout_is_not_read(command: str, expected: float) -> None:
+    assert verified(command, exit_code=True) == [{"score": expected}]
+
+
+@pytest.mark.parametrize("command", ["exit 2", "exit 127", "kill -9 $$", "kill -15 $$"])
+def test_other_exit_statuses_are_errors_on_request_too(command: str) -> None:
+    with pytest.raises(InputError, match=r"expected 0 for a right answer or 1 .*; its stderr ends with 'x'"):
+        verified(f"echo 1; echo x >&2; {command}", exit_code=True)
+
+
+def test_a_verifier_may_print_much_before_and_in_its_last_line() -> None:
+    much = f'"{sys.executable}" -c "print(\'x\' * 300_000); print(1)"'
+    assert verified(much) == [{"score": 1.0}]
+    note = f"\"{sys.executable}\" -c \"print(chr(123), chr(34)+'score'+chr(34), ':1,', end=chr(32))\""
+    long = f"""{note}; head -c 300000 /dev/zero | tr '\\0' ' '; echo '"note": 2}}'"""
+    assert verified(long) == [{"score": 1.0, "extras": {"note": 2}}]
+
+
+@pytest.mark.parametrize("text", ["[" * 16_000, '{"score":' * 16_000, "[" * 150_000 + "]" * 150_000])
+def test_deep_brackets_are_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text(text)
+    with pytest.raises(InputError, match="the last line of its stdout: got"):
+        verified(f"cat {tmp_path / 'out'}")
+
+
+def test_a_last_line_that_is_not_read_completely_is_an_error_and_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (result,) = rewarded(VerifierCommand(command), [{"prompt": "question"}]).results
-    assert result.reward == expected
-    assert result.status == ("failed" if expected is None else "finished")
+    monkeypatch.setattr(processes, "_MAX_OUTPUT_BYTES", 16)
+    assert verified("echo 1234567890123; echo 0.5") == [{"score": 0.5}]
+    with pytest.raises(InputError, match="the last line of its stdout is not in its last 16 bytes"):
+        verified("echo 123456789012345678.5")
+    with pytest.raises(InputError, match="the last line of its stdout is not in its last 16 bytes"):
+        verified("echo 0.5; head -c 100 /dev/zero | tr '\\0' '\\n'")
+
+
+def test_a_verifier_that_cannot_be_read_fails_its_session_with_a_reward_error() -> None:
+    command = VerifierCommand("echo 1; exit $(( $(grep -c broken) ))")
+    results = rewarded(command, [{"id": "a", "prompt": "broken"}, {"id": "b", "prompt": "fine"}]).results
+    found = {result.job.task.uid: (result.status, str(result.end.cause)) for result in results}
+    assert found == {"a": ("failed", "reward_error"), "b": ("finished", "None")}
+
+
+def test_a_verifier_that_takes_too_long_fails_its_session() -> None:
+    (result,) = rewarded(VerifierCommand("echo 1; sleep 60"), reward_timeout_s=0.2).results
+    assert (str(result.end.cause), result.rewards) == ("reward_error", [])
 
 
 def test_a_function_with_other_parameters_is_refused() -> None:

@@ -40,7 +40,7 @@ def test_every_session_of_every_task_is_run_and_rewarded() -> None:
         assert stats.sampled_tokens == stats.delivered_tokens > 0
         for result in sink.results:
             assert result.reward == float(result.job.task.uid)
-            assert result.rewards == [{"score": result.reward, "length": 2}]
+            assert result.rewards == [{"score": result.reward, "extras": {"length": 2}}]
             assert [sample.reward for sample in result.samples] == [result.reward]
             assert result.sample_keys == [f"{result.job.task.uid}_{result.job.slot}_0"]
 

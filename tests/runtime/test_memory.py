@@ -76,7 +76,7 @@ def test_closed_sessions_are_freed_at_once(tmp_path: Path) -> None:
             ]
             await complete_call(managed, engine)
             await complete_call(managed, engine, call_request("p", Message("assistant", "fine")))
-            await managed.post_reward(1.0)
+            await managed.post_rewards([{"score": 1.0}])
             await store.end_session(managed, "finalized")
             managed.export()
         return references

@@ -26,7 +26,7 @@ from tests.runtime.harness import call_request, complete_call
 def _open_and_finalize(store: SessionStore, name: str) -> None:
     async def end() -> None:
         managed, _, _ = store.open(SessionOptions(id=name, metadata={"name": name}))
-        await managed.post_reward({"score": 1.0})
+        await managed.post_rewards([{"score": 1.0}])
         await store.end_session(managed, "finalized")
 
     asyncio.run(end())
@@ -172,7 +172,7 @@ def test_a_program_without_a_gateway_finalizes_a_session_and_exports_it() -> Non
         evaluation, _, _ = store.open(SessionOptions(eval=True))
         for session in (managed, evaluation):
             await complete_call(session, engine)
-            await session.post_reward(0.5)
+            await session.post_rewards([{"score": 0.5}])
             await store.end_session(session, "finalized")
         export = managed.export()
         assert (len(export.samples), export.samples[0].reward) == (1, 0.5)
@@ -196,7 +196,7 @@ def _play_two_turns(path: Path, *names: str) -> None:
                 managed, _, _ = store.open(SessionOptions(id=name))
                 await complete_call(managed, engine)
                 await complete_call(managed, engine, call_request("q"))
-                await managed.post_reward(1.0)
+                await managed.post_rewards([{"score": 1.0}])
 
     asyncio.run(play())
 

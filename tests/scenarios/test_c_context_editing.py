@@ -76,7 +76,7 @@ def test_c1_a_deletion_leaves_a_sample_and_the_next_answer_starts_another(setup:
         async with context_harness(answers, setup) as s:
             state = await s.run()
             state.score = 0.5
-            await s.managed.post_reward(0.5)
+            await s.managed.post_rewards([{"score": 0.5}])
             first, second, third = s.model.replies
             sample, last = (await s.output(state)).outputs
             assert sample.prompt_ids.tolist() == first.prompt_ids.tolist()

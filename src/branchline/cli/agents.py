@@ -30,11 +30,13 @@ An agent is one of:
   --agent-url URL             a service that gets the task and the session, and completes the session:
                               POST {anthropic_base_url}/complete
 
-A reward is a number, or an object with a score, from one of:
+A reward is a number, true (1) or false (0), an object with a score, or a list of such objects. An object may
+name a turn, call, timeline, tool or agent that it is for. It comes from one of:
   the agent                   what it returns, or posts with session.reward(…)
   --reward module:function    def function(task, trajectory), or async; trajectory.answer is the last answer
-  --reward-command "command"  gets BRANCHLINE_TASK and the session's line on stdin; prints the reward as its
-                              last line, or exits with 0 (reward 1) or 1 (reward 0)
+  --reward-command "command"  gets BRANCHLINE_TASK and the session's line on stdin; prints the reward as JSON
+                              in its last line on stdout and ends with exit status 0. With --reward-exit-code
+                              the exit status is the reward: 0 is 1, 1 is 0, others are errors
   --judge-url, --judge-model  an LLM that scores the sessions of each task relative to each other
 """
 
@@ -60,6 +62,11 @@ def add_agent_options(parser: argparse.ArgumentParser) -> None:
     rewards.add_argument("--reward", metavar="MODULE:FUNCTION", help="a function of (task, trajectory)")
     rewards.add_argument(
         "--reward-command", metavar="COMMAND", help="a shell command that verifies a session"
+    )
+    rewards.add_argument(
+        "--reward-exit-code",
+        action="store_true",
+        help="the exit status of --reward-command is the reward, as of a test runner: 0 is 1, 1 is 0",
     )
 
 
@@ -106,8 +113,10 @@ def build_reward(options: argparse.Namespace) -> RewardFunction | VerifierComman
 
     if options.reward and options.reward_command:
         raise InputError("--reward, --reward-command: got both, expected one of them")
+    if options.reward_exit_code and not options.reward_command:
+        raise InputError("--reward-exit-code: got no command, expected --reward-command")
     if options.reward_command:
-        return VerifierCommand(options.reward_command)
+        return VerifierCommand(options.reward_command, options.reward_exit_code)
     if not options.reward:
         return None
     function: RewardFunction = load_object(options.reward, "reward")

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 
 from branchline.client.connection import GatewayConnection
 from branchline.core.errors import SessionError
+from branchline.core.reward import make_reward, read_rewards
 from branchline.export.samples import Export, ExportPolicy
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
 from branchline.gateway.control_types import (
@@ -201,14 +202,28 @@ class AsyncClientSession(SessionAddress):
         """Returns options, state and counts of the session."""
         return await self._connection.send("GET", self._path, SessionView, key=self._key)
 
-    async def reward(self, score: float, **extras: Any) -> None:
-        """Posts a reward; `extras` are stored with it. `call`, `turn`, `timeline` and `tool` name the part of
-        the session that it is for."""
-        await self.post_rewards([{"score": score, **extras}])
+    async def reward(
+        self,
+        score: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        timeline: int | None = None,
+        tool: str | None = None,
+        agent: str | None = None,
+        id: str | int | None = None,
+        **extras: Any,
+    ) -> None:
+        """Posts a reward for the session, or for the part of it that is named; `extras` are kept with it. A
+        repeated post with the same `id` counts once."""
+        reward = make_reward(
+            score, call=call, turn=turn, timeline=timeline, tool=tool, agent=agent, id=id, **extras
+        )
+        await self.post_rewards([reward])
 
-    async def post_rewards(self, rewards: Sequence[float | Mapping[str, Any]]) -> None:
-        """Posts several rewards, numbers or objects with a score, in one request."""
-        path, body = f"{self._path}/reward", list(rewards)
+    async def post_rewards(self, rewards: Sequence[Mapping[str, Any]]) -> None:
+        """Posts several rewards, objects with a score, in one request."""
+        path, body = f"{self._path}/reward", read_rewards(list(rewards))
         await self._connection.send("POST", path, SessionStateView, body=body, key=self._key)
 
     async def complete(self, reason: str = "") -> None:

@@ -26,6 +26,7 @@ from branchline.client.async_client import (
     SessionAddress,
 )
 from branchline.core.errors import InputError
+from branchline.core.reward import make_reward
 from branchline.export.samples import Export, ExportPolicy
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
 from branchline.gateway.control_types import EngineState, HealthState, PolicyView, ReadyState, SessionView
@@ -200,13 +201,27 @@ class ClientSession(SessionAddress):
         """Returns options, state and counts of the session."""
         return self._thread.run(self._session.view())
 
-    def reward(self, score: float, **extras: Any) -> None:
-        """Posts a reward; `extras` are stored with it. `call`, `turn`, `timeline` and `tool` name the part of
-        the session that it is for."""
-        self._thread.run(self._session.reward(score, **extras))
+    def reward(
+        self,
+        score: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        timeline: int | None = None,
+        tool: str | None = None,
+        agent: str | None = None,
+        id: str | int | None = None,
+        **extras: Any,
+    ) -> None:
+        """Posts a reward for the session, or for the part of it that is named; `extras` are kept with it. A
+        repeated post with the same `id` counts once."""
+        reward = make_reward(
+            score, call=call, turn=turn, timeline=timeline, tool=tool, agent=agent, id=id, **extras
+        )
+        self._thread.run(self._session.post_rewards([reward]))
 
-    def post_rewards(self, rewards: Sequence[float | Mapping[str, Any]]) -> None:
-        """Posts several rewards, numbers or objects with a score, in one request."""
+    def post_rewards(self, rewards: Sequence[Mapping[str, Any]]) -> None:
+        """Posts several rewards, objects with a score, in one request."""
         self._thread.run(self._session.post_rewards(rewards))
 
     def complete(self, reason: str = "") -> None:

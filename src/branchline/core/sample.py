@@ -26,9 +26,18 @@ class RewardSpan:
     start: int
     end: int
     call: str = ""
-    """The call whose answer is rewarded; empty if the reward is for the whole timeline or a tool."""
+    """The call whose answer is rewarded; empty if the reward is for a timeline, a tool or an agent."""
     turn: int | None = None
     tool: str = ""
+    agent: str = ""
+    """The sample's agent, if the reward is for that; empty if it is for another part."""
+    extras: str = ""
+    """What was posted with the reward, as a JSON object; empty if it has nothing else."""
+
+    @property
+    def is_timeline(self) -> bool:
+        """Whether the reward is for the sample's timeline."""
+        return not self.call and not self.tool and not self.agent
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,7 @@ class Sample:
     shares: Floats
     """The fraction of each token's loss this sample carries; over all samples of a session they sum to 1."""
     agent: str = ""
+    """The agent that sampled all answers that the sample trains."""
     session: str = ""
     calls: tuple[str, ...] = ()
     finish_reason: str = "stop"
@@ -105,14 +115,15 @@ class Sample:
     truncated_tokens: int = 0
     """Tokens of the timeline beyond the length limit."""
     reward: float | None = None
-    """The reward of the sample's timeline if there is one, else that of the session."""
+    """The reward of the sample's timeline, else that of its agent, else that of the session."""
     media: tuple[Media, ...] = ()
     rewards: tuple[RewardSpan, ...] = ()
-    """Rewards for parts of the sample: its timeline, its answers, tools."""
+    """Rewards for parts of the sample: its timeline, its agent, its answers, tools."""
     answers: tuple[AnswerSpan, ...] = ()
     """The answers that the sample trains, in order; their tokens are those whose mask is 1."""
     reward_extras: str = ""
-    """The other fields of the session's reward as a JSON object; empty if it has none."""
+    """The extras of the session's reward as a JSON object, with those of the agent's and of the timeline's
+    reward above them; empty if there are none."""
 
     @property
     def trained_tokens(self) -> int:
@@ -165,7 +176,7 @@ class ExportReport:
     inexact_tokens: int = 0
     missing_logprobs: int = 0
     unassigned_rewards: int = 0
-    """Rewards for a turn, an answer or a timeline that no sample trains."""
+    """Rewards for a turn, an answer, an agent or a timeline that no sample trains."""
 
     @property
     def dropped_tokens(self) -> int:

@@ -78,6 +78,8 @@ SAMPLE_COLUMNS = (
             Column("call", "text"),
             Column("turn", "integer"),
             Column("tool", "text"),
+            Column("agent", "text"),
+            Column("extras", "text"),
         ),
     ),
     Column(

@@ -3,13 +3,17 @@
 Group statistics are by episode: an episode with many samples counts once. A failed episode is left out, and a
 group with one episode gets advantage 0. The advantage of a token follows from the credit policy, its weight
 is its share times a normaliser.
+
+If an agent has a reward of its own in some episode of a group, its tokens are compared with its rewards in
+the group's other episodes. In an episode without one its tokens have the episode's reward, and that counts;
+an episode in which it has no trained tokens is left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -45,6 +49,9 @@ class CreditPolicy:
     of its timeline. `discounted`: an answer gets the rewards of the timelines after it, discounted for each
     answer in between along the parent path, and those posted for itself and for answers after it; with
     several timelines after it, their mean.
+
+    The tokens of an agent with a reward of its own get that in place of the episode's. Tokens for which
+    nothing is given, because only other agents have rewards, have advantage 0.
     """
 
     name: CreditName = "broadcast"
@@ -67,6 +74,12 @@ class GroupStatistics:
     episodes: int
     """Episodes that did not fail."""
     group_std: GroupStd = "sample"
+    agents: Mapping[str, GroupStatistics] = field(default_factory=dict)
+    """Those of each agent, if an agent has a reward of its own in some episode."""
+
+    def of_agent(self, agent: str) -> GroupStatistics:
+        """Returns the statistics that the rewards of an agent's tokens are compared with."""
+        return self.agents.get(agent, self)
 
     def advantage(self, reward: float) -> float:
         """Returns (reward − mean) × scale."""
@@ -93,6 +106,7 @@ def group_statistics(group: TrajectoryGroup, *, group_std: GroupStd = "sample") 
     if group_std not in get_args(GroupStd):
         raise ExportError(f"group_std: got {group_std!r}, expected one of {', '.join(get_args(GroupStd))}")
     rewards: list[float] = []
+    finished = [trajectory for trajectory in group if not trajectory.failed]
     for index, trajectory in enumerate(group):
         if trajectory.failed:
             continue
@@ -101,6 +115,25 @@ def group_statistics(group: TrajectoryGroup, *, group_std: GroupStd = "sample") 
             name = f"trajectories[{index}]" + (f" ({trajectory.session})" if trajectory.session else "")
             raise ExportError(f"{name}: reward: got {reward}, expected a finite number, or failed=True")
         rewards.append(reward)
+    agents: dict[str, GroupStatistics] = {}
+    rewarded = {agent for trajectory in finished for agent in trajectory.agent_rewards}
+    if rewarded:
+        trained = [_trained_agents(trajectory) for trajectory in finished]
+        for agent in sorted(rewarded.union(*trained)):
+            values = [
+                trajectory.reward_of_agent(agent)
+                for trajectory, names in zip(finished, trained, strict=True)
+                if agent not in rewarded or agent in names or agent in trajectory.agent_rewards
+            ]
+            agents[agent] = _statistics([value for value in values if value is not None], group_std)
+    return replace(_statistics(rewards, group_std), agents=agents)
+
+
+def _trained_agents(trajectory: Trajectory) -> set[str]:
+    return {sample.agent for sample in trajectory.samples if sample.trained_tokens}
+
+
+def _statistics(rewards: Sequence[float], group_std: GroupStd) -> GroupStatistics:
     count = len(rewards)
     mean = math.fsum(rewards) / count if rewards else 0.0
     spread = math.hypot(*(reward - mean for reward in rewards))
@@ -134,31 +167,47 @@ def token_advantages(
                 row[answer.start : answer.end] = by_answer[answer.node]
         return rows
     for row, sample in zip(rows, trajectory.samples, strict=True):
-        reward = trajectory.episode_reward
-        if credit.name == "per_branch" and sample.reward is not None:
-            reward = sample.reward
-        assert reward is not None
-        row[sample.response_mask != 0] = statistics.advantage(reward)
+        row[sample.response_mask != 0] = _advantage(
+            trajectory, statistics, sample, sample.agent, is_per_branch=credit.name == "per_branch"
+        )
     return rows
+
+
+def _advantage(
+    trajectory: Trajectory, statistics: GroupStatistics, sample: Sample, agent: str, *, is_per_branch: bool
+) -> float:
+    """Returns the advantage that a sample gives to an agent's tokens; with `is_per_branch` that of the
+    sample's timeline, if that has a reward."""
+    reward = _timeline_reward(trajectory, sample) if is_per_branch else None
+    if reward is None:
+        reward = trajectory.reward_of_agent(agent)
+    return 0.0 if reward is None else statistics.of_agent(agent).advantage(reward)
+
+
+def _timeline_reward(trajectory: Trajectory, sample: Sample) -> float | None:
+    """Returns the reward of a sample's timeline, or None. Without rewards of agents it is the sample's, as in
+    samples that were built by hand."""
+    if not trajectory.agent_rewards:
+        return sample.reward
+    return sample.reward if any(span.is_timeline for span in sample.rewards) else None
 
 
 def _discounted_returns(
     trajectory: Trajectory, statistics: GroupStatistics, discount: float
 ) -> Mapping[int, float]:
     """Returns the discounted advantage of each answer."""
-    scale = statistics.scale
-    ends: dict[int, list[tuple[float, float]]] = {}
+    ends: dict[int, list[tuple[float, Sample]]] = {}
     own: dict[int, float] = {}
+    agent_of: dict[int, str] = {}
     for index, sample in enumerate(trajectory.samples):
         if sum(answer.end - answer.start for answer in sample.answers) != sample.trained_tokens:
             raise ExportError(
                 f"samples[{index}]: {sample.trained_tokens} trained tokens, of which not all belong to its "
                 "answers, expected the samples of a session for discounted credit"
             )
-        reward = trajectory.episode_reward if sample.reward is None else sample.reward
-        assert reward is not None
         for answer in sample.answers:
-            ends.setdefault(answer.node, []).append((float(sample.shares[answer.start]), reward))
+            ends.setdefault(answer.node, []).append((float(sample.shares[answer.start]), sample))
+            agent_of[answer.node] = sample.agent
             own[answer.node] = sum(
                 span.score for span in sample.rewards if span.call and span.start == answer.start
             )
@@ -169,17 +218,35 @@ def _discounted_returns(
     order = list(children.get(NO_ANSWER, ()))
     for node in order:
         order += children.get(node, ())
-    totals: dict[int, tuple[float, int]] = {}
-    for node in reversed(order):
-        below = [totals[child] for child in children.get(node, ())]
-        count = sum(leaves for _, leaves in below)
-        total = discount * sum(credit for credit, _ in below)
-        if not count:
-            weight = sum(share for share, _ in ends[node])
-            mean = sum(share * reward for share, reward in ends[node]) / weight
-            total, count = scale * (mean - statistics.mean), 1
-        totals[node] = total + scale * own[node] * count, count
-    return {node: total / count for node, (total, count) in totals.items()}
+
+    def returns(agent: str) -> dict[int, float]:
+        """The returns of all answers, where the tokens after them have the reward of one agent."""
+        scale = statistics.of_agent(agent).scale
+        totals: dict[int, tuple[float, int]] = {}
+        for node in reversed(order):
+            below = [totals[child] for child in children.get(node, ())]
+            count = sum(leaves for _, leaves in below)
+            total = discount * sum(credit for credit, _ in below)
+            if not count:
+                weight = sum(share for share, _ in ends[node])
+                shared = sum(
+                    share * _advantage(trajectory, statistics, sample, agent, is_per_branch=True)
+                    for share, sample in ends[node]
+                )
+                total, count = shared / weight, 1
+            totals[node] = total + scale * own[node] * count, count
+        return {node: total / count for node, (total, count) in totals.items()}
+
+    # Agents without a reward of their own have the same returns.
+    computed: dict[tuple[float, float, float | None], dict[int, float]] = {}
+    found: dict[int, float] = {}
+    for node, agent in agent_of.items():
+        compared = statistics.of_agent(agent)
+        key = compared.mean, compared.scale, trajectory.reward_of_agent(agent)
+        if key not in computed:
+            computed[key] = returns(agent)
+        found[node] = computed[key][node]
+    return found
 
 
 def _trained_parent(node: int, parents: Mapping[int, int], trained: Collection[int]) -> int:

@@ -1,12 +1,16 @@
 """Assigns posted rewards to the parts of a tree that they are for.
 
-A reward is an object with a `score`. Without one of the keys below it is for the whole session; the last one
-counts.
+A reward without one of the keys below is for the whole session; the last one counts.
 
+    {"score": 1.0, "agent": "critic"}    the answers of an agent, in every sample that trains them
     {"score": 1.0, "call": "chatcmpl-42"}    the answers of a call, by the id of its response
     {"score": 1.0, "turn": 2}                the second answer of the main conversation (or of an `agent`)
     {"score": 1.0, "timeline": 17}           every timeline through a node, by the `id` of a timeline
-    {"score": 1.0, "tool": "search"}         a tool in the whole session; with `call` or `turn`, in one answer
+    {"score": 1.0, "tool": "search"}         a tool in the whole session; with `agent`, `call` or `turn`, in
+                                             the answers of these
+
+The tokens of an answer get the reward of their sample's timeline, else that of their agent, else that of the
+session. Rewards of calls, turns and tools are kept beside it.
 
 A later reward for the same part replaces the earlier one. Rewards with different `id`s are all kept, for
 several calls of one tool in one answer, for example. A reward stays with the ids that it is for: it is in the
@@ -15,20 +19,20 @@ samples that train them, and in no other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from branchline.core.errors import MessageError
-from branchline.timelines.causes import ForkReport
+from branchline.core.reward import PART_KEYS, Reward, read_recorded_reward
+from branchline.core.sample import RewardSpan
+from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.tree.tree import NO_NODE, Node, Tree
 
-PART_KEYS = ("call", "turn", "timeline", "tool")
-"""A reward with one of these is not for the whole session."""
-_MAX_TURN = 2**31 - 1
+_MAX_SHOWN = 20
+"""How many names an error lists."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,13 @@ class PartReward:
     score: float
     turn: int | None = None
     tool: str = ""
-    is_timeline: bool = False
+    agent: str = ""
+    """The agent whose tokens are rewarded; empty if the reward is for another part."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def span(self, start: int, end: int, call: str = "") -> RewardSpan:
+        extras = encode_extras(self.extras)
+        return RewardSpan(self.score, start, end, call, self.turn, self.tool, self.agent, extras)
 
 
 @dataclass
@@ -49,34 +59,42 @@ class AssignedRewards:
     """Rewards of sampled nodes."""
     by_timeline_node: dict[int, list[PartReward]] = field(default_factory=dict)
     """Rewards of all timelines through a node."""
+    by_agent: dict[str, list[PartReward]] = field(default_factory=dict)
+    """Rewards of agents, and of tools of agents."""
     of_tools: list[PartReward] = field(default_factory=list)
     """Rewards of tools in the whole session."""
     unresolved: int = 0
-    """Rewards for a turn that the main conversation does not have."""
+    """Rewards for a part that the tree does not have: another branch is the main conversation now, or an
+    older release recorded them."""
 
-    def for_timeline(self, nodes: Sequence[Node]) -> Iterator[PartReward]:
-        """Yields the rewards of a timeline and of the session's tools."""
+    def for_timeline(self, nodes: Sequence[Node], agent: str) -> Iterator[PartReward]:
+        """Yields the rewards of a timeline, of the session's tools and of the timeline's agent."""
         for node in nodes:
             yield from self.by_timeline_node.get(node.id, ())
         yield from self.of_tools
+        yield from self.by_agent.get(agent, ())
 
-    def timeline_reward(self, nodes: Sequence[Node]) -> float | None:
+    def timeline_reward(self, nodes: Sequence[Node]) -> PartReward | None:
         """Returns the reward of the deepest rewarded node of a timeline, or None."""
-        scores = [
-            reward.score
-            for node in nodes
-            for reward in self.by_timeline_node.get(node.id, ())
-            if reward.is_timeline
-        ]
-        return scores[-1] if scores else None
+        rewards = [reward for node in nodes for reward in self.by_timeline_node.get(node.id, ())]
+        return rewards[-1] if rewards else None
 
-    def count_unassigned(self, trained_nodes: Collection[int], path_nodes: Collection[int]) -> int:
-        """Returns the number of rewards that no sample has, given the nodes that samples train and those on
-        their paths."""
+    def count_unassigned(
+        self, trained_nodes: Collection[int], path_nodes: Collection[int], trained_agents: Collection[str]
+    ) -> int:
+        """Returns the number of rewards that no sample has, given the nodes that samples train, those on
+        their paths and the agents whose answers they train."""
         lost = [rewards for node, rewards in self.by_node.items() if node not in trained_nodes]
         lost += [rewards for node, rewards in self.by_timeline_node.items() if node not in path_nodes]
+        lost += [rewards for agent, rewards in self.by_agent.items() if agent not in trained_agents]
         lost += [] if path_nodes else [self.of_tools]
         return self.unresolved + sum(map(len, lost))
+
+
+def _whole_reward(rewards: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns the last reward for the whole session, or None."""
+    whole = [reward for reward in rewards if "score" in reward and reward.keys().isdisjoint(PART_KEYS)]
+    return whole[-1] if whole else None
 
 
 def session_reward(rewards: Sequence[Mapping[str, Any]]) -> float | None:
@@ -85,52 +103,100 @@ def session_reward(rewards: Sequence[Mapping[str, Any]]) -> float | None:
     >>> session_reward([{"score": 1}, {"score": 0.5}, {"score": 9, "turn": 1}])
     0.5
     """
-    for reward in reversed(rewards):
-        if "score" in reward and not any(key in reward for key in PART_KEYS):
-            return float(reward["score"])
-    return None
+    reward = _whole_reward(rewards)
+    return None if reward is None else float(reward["score"])
 
 
-def validate_reward(raw: object) -> dict[str, Any]:
-    """Returns a reward with a finite `score`. Takes a number, or an object with a `score` (or `reward`).
+def session_extras(rewards: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the extras of the last reward for the whole session."""
+    reward = _whole_reward(rewards)
+    extras: Mapping[str, Any] = {} if reward is None else read_recorded_reward(reward).get("extras", {})
+    return extras
 
-    Raises MessageError for what the journal could not hold: a recorded reward is permanent.
 
-    >>> validate_reward(1)
-    {'score': 1.0}
+def agent_rewards(rewards: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the last score of each agent that was rewarded itself.
+
+    >>> agent_rewards([{"score": 1, "agent": "critic"}, {"score": 0}, {"score": 9, "agent": "a", "turn": 1}])
+    {'critic': 1.0}
     """
-    reward: dict[str, Any] = dict(raw) if isinstance(raw, Mapping) else {"score": raw}
-    if "score" not in reward and "reward" in reward:
-        reward["score"] = reward["reward"]
-    score = reward.get("score")
-    if score is None or isinstance(score, bool | str | bytes):
-        raise MessageError("score", score, "a finite number, or an object with a score")
-    try:
-        reward["score"] = float(score)
-    except (TypeError, ValueError, OverflowError):
-        raise MessageError("score", score, "a finite number, or an object with a score") from None
-    if not math.isfinite(reward["score"]):
-        raise MessageError("score", score, "a finite number")
-    for name, value in reward.items():
-        try:
-            msgspec.json.encode(value)
-            msgspec.msgpack.encode(value)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise MessageError(str(name), type(value).__name__, f"JSON ({error})") from None
-    return reward
+    return {
+        reward["agent"]: float(reward["score"])
+        for reward in rewards
+        if [key for key in PART_KEYS if key in reward] == ["agent"]
+    }
 
 
-def check_reward_part(tree: Tree, reward: Mapping[str, Any]) -> None:
-    """Raises MessageError if a reward names a part that the tree does not have."""
-    call, turn, node, tool = (reward.get(key) for key in PART_KEYS)
-    if "call" in reward and (not isinstance(call, str) or tree.find_call(call) is None):
-        raise MessageError("call", call, "the id of a call of this session")
-    if "turn" in reward and (type(turn) is not int or not 1 <= turn <= _MAX_TURN):
-        raise MessageError("turn", turn, "the number of an answer, from 1 on")
-    if "timeline" in reward and (type(node) is not int or not 0 < node < len(tree.nodes)):
-        raise MessageError("timeline", node, "the id of a timeline of this session")
-    if "tool" in reward and (not isinstance(tool, str) or not tool):
-        raise MessageError("tool", tool, "the name of a tool")
+def encode_extras(extras: Mapping[str, Any]) -> str:
+    """Returns extras as the JSON of a sample; empty if there are none."""
+    return msgspec.json.encode(extras).decode() if extras else ""
+
+
+def sample_extras(session: Mapping[str, Any], spans: Sequence[RewardSpan]) -> str:
+    """Returns the `reward_extras` of a sample: the extras of the session's reward, and above them those of
+    its agent's and of its timeline's, name by name."""
+    own = [span.extras for span in spans if span.agent and not span.tool]
+    timeline = [span.extras for span in spans if span.is_timeline]
+    merged = dict(session)
+    for texts in (own, timeline):
+        if texts and texts[-1]:
+            merged |= msgspec.json.decode(texts[-1])
+    return encode_extras(merged)
+
+
+def check_reward_parts(tree: Tree, rewards: Sequence[Reward]) -> None:
+    """Raises MessageError, which names what there is, if a reward is for a part that the tree does not
+    have."""
+    fork_report: ForkReport | None = None
+    for reward in rewards:
+        if "turn" in reward and fork_report is None:
+            fork_report = classify_forks(tree) if tree.calls else ForkReport()
+        _check_part(tree, reward, fork_report or ForkReport())
+
+
+def _check_part(tree: Tree, reward: Reward, fork_report: ForkReport) -> None:
+    if "agent" in reward:
+        agents = list(dict.fromkeys(call.agent for call in tree.calls if call.agent))
+        if reward["agent"] not in agents:
+            raise MessageError("agent", reward["agent"], f"an agent of this session: {_list_names(agents)}")
+    if "call" in reward and tree.find_call(reward["call"]) is None:
+        calls = [call.id for call in tree.calls]
+        raise MessageError("call", reward["call"], f"the id of a call of this session: {_list_names(calls)}")
+    if "timeline" in reward and not reward["timeline"] < len(tree.nodes):
+        leaves = [leaf.id for leaf in tree.leaves()]
+        expected = f"the id of a timeline of this session: {_list_names(leaves)}"
+        raise MessageError("timeline", reward["timeline"], expected)
+    if "turn" in reward:
+        answers = _answers(tree, _conversation_leaf(tree, reward, fork_report))
+        if reward["turn"] > len(answers):
+            whose = f"agent {reward['agent']!r}" if "agent" in reward else "the main conversation"
+            expected = f"the number of an answer, from 1 on: {whose} has {len(answers)}"
+            raise MessageError("turn", reward["turn"], expected)
+    if "tool" in reward:
+        nodes = _rewarded_nodes(tree, reward, fork_report)
+        tools = list(dict.fromkeys(call.name for node in nodes for call in node.message.tool_calls))
+        if reward["tool"] not in tools:
+            where = "that part" if len(reward.keys() & {*PART_KEYS}) > 1 else "this session"
+            expected = f"a tool that is called in {where}: {_list_names(tools)}"
+            raise MessageError("tool", reward["tool"], expected)
+
+
+def _list_names(names: Sequence[object]) -> str:
+    """Lists the first names, or says that there are none."""
+    shown = ", ".join(map(repr, names[:_MAX_SHOWN]))
+    return (shown or "none") + (f" and {len(names) - _MAX_SHOWN} more" if names[_MAX_SHOWN:] else "")
+
+
+def _rewarded_nodes(tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport) -> list[Node]:
+    """Returns the sampled nodes of the part that a reward, for a tool perhaps, is for."""
+    if "call" in reward:
+        return _answers_of_call(tree, str(reward["call"]))
+    if "turn" in reward:
+        answers = _answers(tree, _conversation_leaf(tree, reward, fork_report))
+        turn = reward["turn"]
+        return answers[turn - 1 : turn]
+    sampled = [node for node in tree.nodes if node.is_sampled]
+    return [node for node in sampled if "agent" not in reward or node.agent == reward["agent"]]
 
 
 def assign_rewards(
@@ -138,14 +204,15 @@ def assign_rewards(
 ) -> AssignedRewards:
     """Returns the rewards for parts of a tree."""
     latest: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for reward in rewards:
-        if "score" in reward and any(key in reward for key in PART_KEYS):
-            part = tuple(repr(reward.get(key)) for key in (*PART_KEYS, "agent", "id"))
+    for recorded in rewards:
+        if "score" in recorded and any(key in recorded for key in PART_KEYS):
+            reward = read_recorded_reward(recorded)
+            part = tuple(repr(reward.get(key)) for key in (*PART_KEYS, "id"))
             latest.pop(part, None)
             latest[part] = reward
     assigned = AssignedRewards()
-    for reward in latest.values():
-        _assign(assigned, tree, reward, fork_report)
+    for one in latest.values():
+        _assign(assigned, tree, one, fork_report)
     return assigned
 
 
@@ -153,25 +220,26 @@ def _assign(
     assigned: AssignedRewards, tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport
 ) -> None:
     turn, tool = reward.get("turn"), str(reward.get("tool") or "")
-    part = PartReward(float(reward["score"]), turn, tool, is_timeline=turn is None and not tool)
-    if "call" in reward:
-        call = tree.find_call(str(reward["call"]))
-        while call is not None and tree.is_resumed(call):
-            # The answer of a resumed call is in the call that continued it.
-            call = next(other for other in tree.calls if other.resumed_call_index == call.index)
-        for node_id in call.outputs if call is not None else ():
-            assigned.by_node.setdefault(node_id, []).append(part)
-        assigned.unresolved += call is None
-    elif turn is not None:
-        node = _answer_of_turn(tree, _conversation_leaf(tree, reward, fork_report), turn)
-        if node is None:
-            assigned.unresolved += 1
-        else:
+    part = PartReward(float(reward["score"]), turn, tool, extras=reward.get("extras", {}))
+    if "call" in reward or turn is not None:
+        nodes = _rewarded_nodes(tree, reward, fork_report)
+        for node in nodes:
             assigned.by_node.setdefault(node.id, []).append(part)
+        assigned.unresolved += not nodes
     elif "timeline" in reward:
         assigned.by_timeline_node.setdefault(int(reward["timeline"]), []).append(part)
+    elif "agent" in reward:
+        assigned.by_agent.setdefault(reward["agent"], []).append(replace(part, agent=reward["agent"]))
     else:
         assigned.of_tools.append(part)
+
+
+def _answers_of_call(tree: Tree, call_id: str) -> list[Node]:
+    call = tree.find_call(call_id)
+    while call is not None and tree.is_resumed(call):
+        # The answer of a resumed call is in the call that continued it.
+        call = next(other for other in tree.calls if other.resumed_call_index == call.index)
+    return [tree.nodes[node_id] for node_id in call.outputs] if call is not None else []
 
 
 def _conversation_leaf(tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport) -> Node | None:
@@ -184,12 +252,11 @@ def _conversation_leaf(tree: Tree, reward: Mapping[str, Any], fork_report: ForkR
     return fork_report.main_leaf
 
 
-def _answer_of_turn(tree: Tree, leaf: Node | None, turn: int) -> Node | None:
-    """Returns the sampled node of a conversation's n-th answer. An answer that the conversation repeats as
+def _answers(tree: Tree, leaf: Node | None) -> list[Node]:
+    """Returns the sampled nodes of a conversation's answers. An answer that the conversation repeats as
     context, after its template has dropped the reasoning, was sampled on another branch."""
-    answers = [
+    return [
         node if node.is_sampled else tree.nodes[node.source_id]
         for node in (leaf.path() if leaf is not None else ())
         if node.is_sampled or node.source_id != NO_NODE
     ]
-    return answers[turn - 1] if turn <= len(answers) else None

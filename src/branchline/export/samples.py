@@ -24,7 +24,7 @@ from branchline.core.sample import (
     RewardSpan,
     Sample,
 )
-from branchline.export.rewards import assign_rewards
+from branchline.export.rewards import agent_rewards, assign_rewards, sample_extras, session_extras
 from branchline.timelines.causes import Cause, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
 from branchline.tree.tree import Node, Tree
@@ -122,6 +122,8 @@ class SampleStream:
         """For each trained node the number of samples through it."""
         self._has_rewards = bool(rewards)
         self._assigned = assign_rewards(tree, rewards, fork_report)
+        self._agent_rewards = agent_rewards(rewards)
+        self._session_extras = session_extras(rewards)
         self._sample_count = 0
         self._measurements: dict[int, LogprobMeasurement] = {}
         """By the index of the call; many samples share an answer."""
@@ -158,7 +160,10 @@ class SampleStream:
         nodes = self.tree.nodes
         trained = {node for node in self.counts if limit is None or nodes[node].sampled_start < limit}
         path_nodes = nodes_above(self.leaves) if self._sample_count else set()
-        return replace(report, unassigned_rewards=self._assigned.count_unassigned(trained, path_nodes))
+        agents = {nodes[node].agent or "" for node in trained}
+        return replace(
+            report, unassigned_rewards=self._assigned.count_unassigned(trained, path_nodes, agents)
+        )
 
     def _build_sample(self, timeline: Timeline, node_shares: Mapping[int, float]) -> Sample | None:
         """Returns the sample of a timeline, or None if it would train nothing."""
@@ -182,7 +187,9 @@ class SampleStream:
         if policy.missing_logprob is not None:
             logprobs[missing] = policy.missing_logprob
         last = timeline.leaf.output
-        timeline_reward = self._assigned.timeline_reward(timeline.nodes)
+        own = self._assigned.timeline_reward(timeline.nodes)
+        answers = tuple(self._answer_spans(timeline, node_shares, start, length))
+        rewards = tuple(self._reward_spans(timeline, answers, length - start))
         return Sample(
             prompt_ids=timeline.ids[:start],
             response_ids=timeline.ids[response],
@@ -198,15 +205,16 @@ class SampleStream:
             inexact_tokens=inexact,
             missing_logprobs=int(missing.sum()),
             truncated_tokens=len(timeline) - length,
-            reward=self._reward if timeline_reward is None else timeline_reward,
+            reward=self._agent_rewards.get(timeline.agent, self._reward) if own is None else own.score,
             media=tuple(
                 media
                 for node in timeline.nodes
                 if node.message.parts and node.end <= length
                 for media in node.message.media
             ),
-            rewards=tuple(self._reward_spans(timeline, node_shares, start, length)),
-            answers=tuple(self._answer_spans(timeline, node_shares, start, length)),
+            rewards=rewards,
+            answers=answers,
+            reward_extras=sample_extras(self._session_extras, rewards),
         )
 
     def _answer_spans(
@@ -225,19 +233,17 @@ class SampleStream:
             )
 
     def _reward_spans(
-        self, timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int
+        self, timeline: Timeline, answers: Sequence[AnswerSpan], length: int
     ) -> Iterator[RewardSpan]:
-        """Yields the rewards of a sample's timeline and tools, then those of its trained answers in order."""
+        """Yields the rewards of a sample's timeline, tools and agent, then those of its trained answers in
+        order."""
         if not self._has_rewards:
             return
-        for reward in self._assigned.for_timeline(timeline.nodes):
-            yield RewardSpan(reward.score, 0, length - start, "", reward.turn, reward.tool)
-        for node in timeline.sampled_nodes:
-            if node.id in node_shares and node.sampled_start < length:
-                call = timeline.tree.call_of(node).id
-                for reward in self._assigned.by_node.get(node.id, ()):
-                    answer_start, answer_end = node.sampled_start - start, min(node.end, length) - start
-                    yield RewardSpan(reward.score, answer_start, answer_end, call, reward.turn, reward.tool)
+        for reward in self._assigned.for_timeline(timeline.nodes, timeline.agent):
+            yield reward.span(0, length)
+        for answer in answers:
+            for reward in self._assigned.by_node.get(answer.node, ()):
+                yield reward.span(answer.start, answer.end, answer.call)
 
 
 def export_samples(

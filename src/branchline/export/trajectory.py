@@ -12,21 +12,22 @@ Every trained token of the trajectory is in `samples`, whose shares count it onc
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import InputError, MessageError
+from branchline.core.reward import read_score
 from branchline.core.sample import ExportReport, Sample
 from branchline.export.hand_built import build_tree
 from branchline.export.histories import History
-from branchline.export.rewards import session_reward
+from branchline.export.rewards import agent_rewards, sample_extras, session_reward
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.timeline import timelines_of
@@ -49,7 +50,7 @@ class Trajectory:
     """The main history; None if the episode has no answers."""
     additional_histories: Sequence[History] = ()
     reward: float | None = None
-    """The reward of the episode; None if only its timelines have rewards, which are on the samples."""
+    """The reward of the episode; None if only its timelines or agents have rewards."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     session: str = ""
     finished: bool = True
@@ -63,6 +64,8 @@ class Trajectory:
     compacted conversation continue the answer that they come from."""
     fork_causes: Mapping[str, int] = field(default_factory=dict)
     """The number of forks by cause."""
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)
+    """The rewards of agents by name. The tokens of such an agent get its reward, not that of the episode."""
     _: KW_ONLY
     messages_and_choices: Sequence[object] | None = field(default=None, repr=False)
     """The main history of a trajectory that was built by hand, as given."""
@@ -125,7 +128,12 @@ class Trajectory:
         fork_report.main_leaf = hand_built.main_leaf
         reward = _read_reward(self.reward)
         export = export_samples(
-            hand_built.tree, policy, session=self.session, reward=reward, fork_report=fork_report
+            hand_built.tree,
+            policy,
+            session=self.session,
+            reward=reward,
+            rewards=[{"score": score, "agent": name} for name, score in self.agent_rewards.items()],
+            fork_report=fork_report,
         )
         own: dict[str, object] = {
             "samples": tuple(export.samples),
@@ -219,6 +227,7 @@ class Trajectory:
             report=export.report,
             parent_answers=_parent_answers(tree, fork_report),
             fork_causes=_count_causes(fork_report),
+            agent_rewards=agent_rewards(rewards),
         )
 
     @classmethod
@@ -264,17 +273,18 @@ class Trajectory:
             return ""
         return self.history.messages[-1].content
 
-    def with_reward(self, reward: float) -> Trajectory:
-        """Returns the trajectory with a reward for the whole episode. Samples whose timelines have a reward
-        of their own keep it."""
-        samples = [
-            sample if any(not span.call and not span.tool for span in sample.rewards) else
-            replace(sample, reward=reward)
-            for sample in self.samples
-        ]  # fmt: skip
+    def with_reward(self, reward: float, extras: Mapping[str, Any] | None = None) -> Trajectory:
+        """Returns the trajectory with a reward for the whole episode, and what was posted with it. Timelines
+        and agents that have a reward of their own keep it."""
+        samples = [self._sample_with_reward(sample, reward, extras or {}) for sample in self.samples]
         return replace(self, reward=reward, samples=tuple(samples))
 
-    @property
+    def _sample_with_reward(self, sample: Sample, reward: float, extras: Mapping[str, Any]) -> Sample:
+        if not any(span.is_timeline for span in sample.rewards):
+            sample = replace(sample, reward=self.agent_rewards.get(sample.agent, reward))
+        return replace(sample, reward_extras=sample_extras(extras, sample.rewards))
+
+    @cached_property
     def episode_reward(self) -> float | None:
         """The reward of the episode, else the mean of its samples' rewards, weighted by their shares. Samples
         without a reward are left out; None if all are."""
@@ -286,6 +296,14 @@ class Trajectory:
                 shares = float(sample.shares.sum(dtype=np.float64))
                 total, weight = total + sample.reward * shares, weight + shares
         return total / weight if weight else None
+
+    def reward_of_agent(self, agent: str) -> float | None:
+        """Returns the reward of an agent's tokens: its own, else that of the episode. None if neither is
+        given and another agent has a reward, because that is not for these tokens."""
+        own = self.agent_rewards.get(agent)
+        if own is not None or (self.reward is None and self.agent_rewards):
+            return own
+        return self.episode_reward
 
 
 @dataclass(frozen=True)
@@ -328,16 +346,7 @@ def _is_finished(main: History) -> bool:
 
 
 def _read_reward(reward: object) -> float | None:
-    """Returns a finite number; true and false are 1 and 0. None is no reward."""
-    if reward is None:
-        return None
-    try:
-        value = float(reward) if isinstance(reward, int | float | np.number | np.bool_) else math.nan
-    except (OverflowError, TypeError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise MessageError("reward", reward, "a finite number or None")
-    return value
+    return None if reward is None else read_score(reward, "reward")
 
 
 def _check_list(name: str, values: object, kind: str) -> None:

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from branchline.core.errors import BranchlineError, EngineError, MessageError
+from branchline.core.reward import decode_json, read_rewards
 from branchline.engines.replicas import Replicas
 from branchline.gateway.access import AccessControl, ControlAction
 from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body_parts, to_error_info
@@ -160,7 +161,9 @@ class ControlApi:
         return json_response(session_view(managed))
 
     async def _reward(self, http: HttpRequest, managed: ManagedSession) -> Response:
-        await managed.post_reward(await self._read_body(http), _idempotency_key(http))
+        rewards = read_rewards(await self._read_body(http, _decode_reward), strict=True)
+        by_agent = not self._access.may_read(managed, bearer_key(http.headers))
+        await managed.post_rewards(rewards, _idempotency_key(http), by_agent=by_agent)
         return self._session_response(http, managed)
 
     def _end_handler(self, state: SessionState) -> SessionHandler:
@@ -296,16 +299,16 @@ class ControlApi:
             self._openapi_document = build_document(self._config)
         return Response(self._openapi_document, media_type="application/json")
 
-    async def _read_body(self, http: HttpRequest) -> Any:
+    async def _read_body(self, http: HttpRequest, decode: Callable[[bytes], Any] = parse_json) -> Any:
         """The decoded body, or None if there is none; it must be encodable for the journal."""
         if http.headers.get("content-length", "") in ("", "0") and "transfer-encoding" not in http.headers:
             return None
-        body = parse_json(
+        body = decode(
             b"".join(await read_body_parts(http.receive, http.headers, self._config.max_body_bytes))
         )
         try:
             msgspec.msgpack.encode(body)
-        except (OverflowError, RecursionError) as error:
+        except (OverflowError, RecursionError, UnicodeEncodeError) as error:
             raise MessageError("body", body, f"what can be recorded ({error})") from error
         return body
 
@@ -352,6 +355,14 @@ def _check_fields(body: object, *names: str) -> dict[str, Any]:
         if name not in names:
             raise MessageError("field", name, f"only {', '.join(names)}" if names else "none")
     return fields
+
+
+def _decode_reward(data: bytes) -> Any:
+    """Returns the decoded body of a reward, read as strictly as the output of a verifier."""
+    try:
+        return decode_json(data)
+    except ValueError as error:
+        raise MessageError("body", data[:60], f"JSON ({error})") from error
 
 
 def _idempotency_key(http: HttpRequest) -> str:

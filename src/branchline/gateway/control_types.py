@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from branchline.core.reward import Reward
 from branchline.core.sample import AnswerSpan
 from branchline.runtime.managed_session import SessionState
 
@@ -48,7 +49,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     reward: float | None
     """The last score for the whole session."""
-    rewards: list[dict[str, Any]]
+    rewards: list[Reward]
 
 
 class SessionStateView(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +178,7 @@ class TrajectoryView(msgspec.Struct, frozen=True, kw_only=True):
     history: TimelineView | None
     additional_histories: list[TimelineView]
     reward: float | None
-    rewards: list[dict[str, Any]]
+    rewards: list[Reward]
     metrics: dict[str, float]
 
 

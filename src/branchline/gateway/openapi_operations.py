@@ -111,24 +111,25 @@ _FORMAT = _parameter(
     {"enum": list(get_args(SampleFormat))},
     "One object, a line for each sample, or a line for each node with shared prefixes once.",
 )
+_SCORE: Schema = {"type": ["number", "boolean"], "description": "true is 1, false is 0."}
 _REWARD: Schema = {
-    "anyOf": [
-        {"type": "number"},
-        {
-            "type": "object",
-            "description": "`call`, `turn`, `timeline` and `tool` name the part that it is for.",
-            "properties": {
-                "score": {"type": "number"},
-                "call": TEXT,
-                "turn": {"type": "integer", "minimum": 1},
-                "timeline": {"type": "integer"},
-                "tool": TEXT,
-                "id": {"description": "A reward with the same id, unchanged, is added once."},
-            },
-            "additionalProperties": True,
-            "required": ["score"],
+    "type": "object",
+    "description": "`call`, `turn`, `timeline`, `tool` and `agent` name the part that it is for.",
+    "properties": {
+        "score": _SCORE,
+        "call": {**TEXT, "minLength": 1},
+        "turn": {"type": "integer", "minimum": 1},
+        "timeline": {"type": "integer", "minimum": 1},
+        "tool": {**TEXT, "minLength": 1},
+        "agent": {**TEXT, "minLength": 1},
+        "id": {
+            "type": ["string", "integer"],
+            "description": "A reward with the same id, unchanged, is added once.",
         },
-    ]
+        "extras": {"type": "object", "description": "What is kept with the reward, in samples too."},
+    },
+    "additionalProperties": False,
+    "required": ["score"],
 }
 _ANY_SESSION: Schema = {"anyOf": [schema_ref("SessionView"), schema_ref("SessionStateView")]}
 SAMPLES_SCHEMA: Schema = {
@@ -234,10 +235,10 @@ CONTROL_OPERATIONS = (
         "postReward",
         "POST",
         f"{_S}/reward",
-        "Adds a reward, or a list of them.",
+        "Adds a reward, or a list of them; to a finalized session too, with its control key.",
         _ANY_KEY,
         _ANY_SESSION,
-        body={"anyOf": [*_REWARD["anyOf"], {"type": "array", "items": _REWARD}]},
+        body={"anyOf": [_SCORE, _REWARD, {"type": "array", "items": _REWARD, "minItems": 1}]},
         parameters=(_IDEMPOTENCY,),
         needs_body=True,
     ),

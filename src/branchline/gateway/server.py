@@ -21,6 +21,7 @@ from typing import Any
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import BranchlineError, GatewayError, InputError, raise_errors
+from branchline.core.reward import make_reward
 from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.export.samples import Export, ExportPolicy
@@ -60,10 +61,24 @@ class GatewaySession:
     def anthropic_base_url(self) -> str:
         return self.base_url.removesuffix("/v1")
 
-    async def reward(self, score: float, **extras: Any) -> None:
-        """Posts a reward; `extras` are stored with it. `call`, `turn`, `timeline` and `tool` name the part of
-        the session that it is for."""
-        await self.managed.post_reward({"score": score, **extras})
+    async def reward(
+        self,
+        score: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        timeline: int | None = None,
+        tool: str | None = None,
+        agent: str | None = None,
+        id: str | int | None = None,
+        **extras: Any,
+    ) -> None:
+        """Posts a reward for the session, or for the part of it that is named; `extras` are kept with it. A
+        repeated post with the same `id` counts once."""
+        reward = make_reward(
+            score, call=call, turn=turn, timeline=timeline, tool=tool, agent=agent, id=id, **extras
+        )
+        await self.managed.post_rewards([reward])
 
     async def export(self, policy: ExportPolicy | None = None, *, include_aborted: bool = False) -> Export:
         """Samples and report of the session as it is now; it may continue."""

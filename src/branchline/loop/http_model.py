@@ -21,6 +21,7 @@ from branchline.chat.base import Codec
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.reader import write_message
+from branchline.core.reward import RewardData, read_rewards
 from branchline.core.sample import Sample
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
 from branchline.engines.error_responses import TOO_MANY_REQUESTS
@@ -35,7 +36,7 @@ from branchline.loop.gateway_responses import (
     decode_response,
     error_from_response,
 )
-from branchline.loop.model import RewardData, SessionInfo, ToolSchemas
+from branchline.loop.model import SessionInfo, ToolSchemas
 from branchline.runtime.call_record import CallResult
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER
 
@@ -196,7 +197,7 @@ class HttpModel:
         return SessionInfo(info.id, info.created, tuple(info.calls))
 
     async def reward(self, reward: RewardData) -> None:
-        await self._control("POST", "/reward", SessionStateJson, reward)
+        await self._control("POST", "/reward", SessionStateJson, read_rewards(reward))
 
     async def complete(self, reason: str = "") -> None:
         await self._control("POST", "/complete", SessionStateJson, {"reason": reason})

@@ -23,6 +23,7 @@ from branchline.core.call import DEFAULT_AGENT, Request, ToolList
 from branchline.core.errors import CompactionError, EngineError, JournalError, MessageError, SessionError
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates_deep
+from branchline.core.reward import RewardData, read_rewards
 from branchline.core.sample import Sample
 from branchline.engines.base import Engine
 from branchline.export.samples import Export
@@ -48,7 +49,6 @@ from branchline.runtime.sampling import (
 )
 
 ToolSchemas = Sequence[Mapping[str, Any]]
-RewardData = float | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class SessionModel:
         )
 
     async def reward(self, reward: RewardData) -> None:
-        await self.managed.post_reward(reward)
+        await self.managed.post_rewards(read_rewards(reward))
 
     async def complete(self, reason: str = "") -> None:
         await self.managed.end("completed", reason)

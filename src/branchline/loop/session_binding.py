@@ -7,12 +7,16 @@ samples carry them, and its new state.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from branchline.core.errors import InputError
+from branchline.core.reward import Reward, make_reward
 from branchline.loop.model import SessionControl
 from branchline.loop.state import LoopState
 from branchline.loop.timeouts import finish_despite_cancel
+
+log = logging.getLogger("branchline.loop")
 
 
 async def bind_session(state: LoopState, session: SessionControl) -> None:
@@ -54,36 +58,47 @@ async def _report(state: LoopState, session: SessionControl) -> None:
         await session.complete(reason)
 
 
-def session_rewards(state: LoopState) -> list[dict[str, Any]]:
+def session_rewards(state: LoopState) -> list[Reward]:
     """The rewards of a trajectory as its session stores them: of tool calls, turns and tools, then the whole.
 
-    `call` is the call whose answer is rewarded, if every turn of the trajectory is known.
+    The extras of the last have the rewards for which the session has no part: of a turn whose call is not
+    known, and of a tool that was not called.
     """
     name = state.trajectory
     calls = [answer.call_id for answer in state.answers]
     calls = calls if len(calls) == state.assistant_turns else []
+    rewards: list[Reward] = []
+    other_rewards: dict[str, float] = {}
 
-    def of_turn(turn: int) -> dict[str, Any]:
-        return {"turn": turn, "call": calls[turn - 1]} if 0 < turn <= len(calls) else {"turn": turn}
+    def add(key: str, score: float, turn: int, tool: str = "") -> None:
+        if not 0 < turn <= len(calls):
+            other_rewards[key] = score
+            return
+        part = make_reward(score, call=calls[turn - 1], tool=tool or None, id=f"{name}/{key}")
+        rewards.append({**part, "extras": {"turn": turn}})
 
-    rewards: list[dict[str, Any]] = [
-        {"id": f"{name}/call-{index}", "score": one.reward, "tool": one.tool, **of_turn(one.turn)}
-        for index, one in enumerate(state.tool_results)
-        if one.reward is not None
-    ]
-    rewards += [
-        {"id": f"{name}/turn-{one.turn}", "score": one.score, **of_turn(one.turn)}
-        for one in state.turn_records
-        if one.score is not None
-    ]
-    rewards += [
-        {"id": f"{name}/tool-{tool}", "score": score, "tool": tool}
-        for tool, score in state.final_rewards.items()
-    ]
+    for index, one in enumerate(state.tool_results):
+        if one.reward is not None:
+            add(f"call-{index}", one.reward, one.turn, one.tool)
+    for record in state.turn_records:
+        if record.score is not None:
+            add(f"turn-{record.turn}", record.score, record.turn)
+    called = {one.tool for one in state.tool_results}
+    for tool, score in state.final_rewards.items():
+        if tool in called:
+            rewards.append(make_reward(score, tool=tool, id=f"{name}/tool-{tool}"))
+        else:
+            other_rewards[f"tool-{tool}"] = score
     if state.reward_score is not None:
-        faults = [str(fault) for fault in state.faults]
-        whole = {"score": state.reward_score, "stop_reason": str(state.stop_reason), "faults": faults}
+        extras: dict[str, Any] = {
+            "stop_reason": str(state.stop_reason),
+            "faults": [str(fault) for fault in state.faults],
+        }
+        if other_rewards:
+            extras["other_rewards"] = other_rewards
         if state.metrics.context_length_exceeded:
-            whole["context_length_exceeded"] = True
-        rewards.append({"id": name, **whole})
+            extras["context_length_exceeded"] = True
+        rewards.append({"score": state.reward_score, "id": name, "extras": extras})
+    elif other_rewards:
+        log.warning("%s: rewards without a part of the session are not posted: %s", name, other_rewards)
     return rewards

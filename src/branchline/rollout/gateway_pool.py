@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from branchline.client.async_client import RETRY_TIMEOUT_S, AsyncClient, AsyncClientSession
 from branchline.core.errors import GatewayError, InputError, NodeLostError, SessionError
-from branchline.export.rewards import validate_reward
+from branchline.core.reward import Reward
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.rollout.session_gateway import EndedSession, SessionFigures, session_options
@@ -129,8 +129,7 @@ class GatewayPool:
             return view.state, view.reason
         return None
 
-    async def post_reward(self, session_id: str, reward: object) -> None:
-        rewards = [validate_reward(one) for one in (reward if isinstance(reward, list) else [reward])]
+    async def post_rewards(self, session_id: str, rewards: Sequence[Reward]) -> None:
         async with self._requests_for(session_id) as session:
             await session.post_rewards(rewards)
 

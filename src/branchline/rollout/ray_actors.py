@@ -18,13 +18,13 @@ from pathlib import Path
 from branchline.chat.base import Codec
 from branchline.client.async_client import AsyncClient
 from branchline.core.errors import GatewayError
+from branchline.core.reward import RewardData
 from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.process import tune_gc
 from branchline.gateway.server import Gateway
 from branchline.gateway.uvicorn_server import bind_socket
-from branchline.rollout.rewards import RewardData
 from branchline.rollout.runners import Runner
 from branchline.rollout.session_result import SessionEnd
 from branchline.rollout.tasks import RolloutTask

@@ -27,6 +27,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from branchline.core.errors import GatewayError, InputError, requires_extra
+from branchline.core.reward import RewardData
 from branchline.export.jsonl import replace_file
 from branchline.gateway.config import GatewayConfig
 from branchline.loop.timeouts import finish_despite_cancel
@@ -38,7 +39,6 @@ from branchline.rollout.ray_actors import (
     MakeEngine,
     RunnerActor,
 )
-from branchline.rollout.rewards import RewardData
 from branchline.rollout.runners import Runner, RunnerSpec, make_runner
 from branchline.rollout.session_gateway import AgentSession
 from branchline.rollout.session_result import EndCause, RunnerError, SessionEnd

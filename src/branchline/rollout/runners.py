@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from branchline.core.errors import InputError
+from branchline.core.reward import RewardData
 from branchline.engines.client import HttpClient, ServerConfig
 from branchline.loop.agents import AgentContext, find_agent, run_agent
 from branchline.loop.http_model import HttpModel
@@ -32,7 +33,6 @@ from branchline.loop.state import LoopState
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.timeouts import run_in_thread
 from branchline.rollout.processes import run_command
-from branchline.rollout.rewards import RewardData
 from branchline.rollout.session_gateway import AgentSession
 from branchline.rollout.session_result import EndCause, RunnerError
 from branchline.rollout.tasks import RolloutTask

@@ -7,11 +7,12 @@ agents and gateways may be in other processes: `GatewayPool` has the same operat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from branchline.core.errors import SessionError
+from branchline.core.reward import Reward
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
@@ -46,8 +47,19 @@ class AgentSession(Protocol):
         """Rewards, reads and ends the session."""
         ...
 
-    async def reward(self, score: float, **extras: Any) -> None:
-        """Posts a reward; `call`, `turn`, `timeline` and `tool` name the part that it is for."""
+    async def reward(
+        self,
+        score: float,
+        *,
+        call: str | None = None,
+        turn: int | None = None,
+        timeline: int | None = None,
+        tool: str | None = None,
+        agent: str | None = None,
+        id: str | int | None = None,
+        **extras: Any,
+    ) -> None:
+        """Posts a reward for the session, or for the part of it that is named; `extras` are kept with it."""
         ...
 
     async def complete(self, reason: str = "") -> None:
@@ -98,8 +110,8 @@ class SessionGateway(Protocol):
         """Returns state and reason of a session, also of an earlier process; None if there is none."""
         ...
 
-    async def post_reward(self, session_id: str, reward: object) -> None:
-        """Adds a number, an object with a score, or a list of them. Raises MessageError for anything else."""
+    async def post_rewards(self, session_id: str, rewards: Sequence[Reward]) -> None:
+        """Adds rewards. Raises MessageError for one whose part the session does not have."""
         ...
 
     async def end(self, session_id: str, state: SessionState, reason: str = "") -> EndedSession:
@@ -140,8 +152,8 @@ class LocalGateway:
             return None
         return managed.state, managed.reason
 
-    async def post_reward(self, session_id: str, reward: object) -> None:
-        await self._find(session_id).post_reward(reward)
+    async def post_rewards(self, session_id: str, rewards: Sequence[Reward]) -> None:
+        await self._find(session_id).post_rewards(rewards)
 
     async def end(self, session_id: str, state: SessionState, reason: str = "") -> EndedSession:
         managed = self._find(session_id)

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
 
-import msgspec
-
 from branchline.core.sample import Sample
 from branchline.export.histories import History
-from branchline.export.rewards import PART_KEYS
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.views import message_view
 from branchline.loop.timeouts import describe_error
@@ -149,7 +146,7 @@ class SessionResult:
     end: SessionEnd
     trajectory: Trajectory
     rewards: Sequence[Mapping[str, Any]] = ()
-    """All rewards as they were posted, with their extra fields."""
+    """All rewards that were posted."""
     calls: int = 0
     answer_lengths: Sequence[int] = ()
     """Sampled tokens of each answer."""
@@ -178,20 +175,10 @@ class SessionResult:
         """The reward of the episode; None for a session that did not finish."""
         return self.trajectory.episode_reward if self.status == "finished" else None
 
-    @cached_property
+    @property
     def samples(self) -> tuple[Sample, ...]:
-        """The samples of a finished session, with the extra fields of its reward."""
-        if self.status != "finished":
-            return ()
-        extras = [
-            {name: value for name, value in reward.items() if name != "score"}
-            for reward in self.rewards
-            if not any(part in reward for part in PART_KEYS)
-        ]
-        if not extras or not extras[-1]:
-            return self.trajectory.samples
-        text = msgspec.json.encode(extras[-1]).decode()
-        return tuple(replace(sample, reward_extras=text) for sample in self.trajectory.samples)
+        """The samples of a finished session."""
+        return self.trajectory.samples if self.status == "finished" else ()
 
     @property
     def sample_keys(self) -> list[str]:

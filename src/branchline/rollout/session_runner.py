@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from branchline.core.errors import BranchlineError, NodeLostError, SessionError
-from branchline.export.rewards import PART_KEYS, session_reward
+from branchline.core.reward import PART_KEYS, RewardData, read_rewards
+from branchline.export.rewards import session_extras, session_reward
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.loop.timeouts import finish_despite_cancel, with_timeout
-from branchline.rollout.rewards import RewardData, RewardScorer
+from branchline.rollout.rewards import RewardScorer
 from branchline.rollout.runners import Runner
 from branchline.rollout.session_gateway import EndedSession, SessionFigures, SessionGateway
 from branchline.rollout.session_result import EndCause, RunnerError, SessionEnd, SessionJob, SessionResult
@@ -167,14 +168,20 @@ class SessionRunner:
             is_whole = not any(part in reward for reward in ended.rewards for part in PART_KEYS)
             reward = session_reward(ended.rewards)
             if is_whole and reward is not None and ended.calls == figures.calls:
-                return trajectory.with_reward(reward), replace(figures, rewards=ended.rewards)
+                scored_trajectory = trajectory.with_reward(reward, session_extras(ended.rewards))
+                return scored_trajectory, replace(figures, rewards=ended.rewards)
         return await self._gateway.read(session_id, self._export_policy)
 
     async def post_reward(self, job: SessionJob, reward: RewardData) -> SessionEnd:
         """Posts a reward; returns the end of a session that does not take it, else a finished one."""
         try:
+            rewards = read_rewards(reward)
+        except Exception as error:  # also what an object of the agent raises when it is read
+            self._exceptions[job.session_id] = error
+            return replace(SessionEnd.from_error(error), cause=EndCause.REWARD_ERROR)
+        try:
             try:
-                await self._gateway.post_reward(job.session_id, reward)
+                await self._gateway.post_rewards(job.session_id, rewards)
             except SessionError:
                 ended = await self._gateway.end(job.session_id, "aborted")
                 return SessionEnd.from_state(ended.state, ended.reason)

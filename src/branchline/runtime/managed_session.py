@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -20,7 +20,8 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.option_checks import check_count
-from branchline.export.rewards import check_reward_part, session_reward, validate_reward
+from branchline.core.reward import Reward, read_recorded_reward
+from branchline.export.rewards import check_reward_parts, session_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
@@ -36,6 +37,8 @@ log = logging.getLogger("branchline.sessions")
 
 SESSION_SAMPLING_FIELDS = CONSTRAINT_FIELDS | {*SAMPLING_FIELDS, "max_tokens", "n", "stop"}
 """The fields that a session's `sampling` and `sampling_defaults` may have."""
+_INLINE_TOKENS = 10_000
+"""Trees with more tokens are read in a thread."""
 MAX_LARGE_BODIES = 2
 """How many large bodies of one session are received or parsed at the same time."""
 SessionState = Literal["open", "completed", "finalized", "aborted"]
@@ -107,7 +110,7 @@ class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class SessionRewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
-    """A reward was posted: a number or an object with a score."""
+    """A reward was posted."""
 
     reward: dict[str, Any]
     request_key: str = ""
@@ -150,7 +153,7 @@ class ManagedSession:
     journal: Journal | None
     state: SessionState = "open"
     reason: str = ""
-    rewards: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[Reward] = field(default_factory=list)
     reward_request_keys: set[str] = field(default_factory=set, repr=False)
     """Requests whose rewards were added."""
     reward_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
@@ -213,6 +216,10 @@ class ManagedSession:
         """Raises SessionError if the session is closed, JournalError if its journal has failed."""
         if self.state in CLOSED_STATES:
             raise SessionError("closed", f"session {self.id} is {self.state} and takes no more calls")
+        self.require_journal()
+
+    def require_journal(self) -> None:
+        """Raises JournalError if the session's journal has failed."""
         if self.journal is not None and self.journal.failure is not None:
             raise JournalError(f"session {self.id} can only be read: {self.journal.failure}")
 
@@ -249,31 +256,42 @@ class ManagedSession:
         made = [call for call in tree.calls if call.id not in continued and not tree.is_resumed(call)]
         return len(made) + self.in_flight - (resumes in self.running_calls)
 
-    async def post_reward(self, raw: object, idempotency_key: str = "") -> None:
-        """Adds a reward, a number or an object with a score, or a list of them, when the journal has it.
+    async def post_rewards(
+        self, rewards: Sequence[Reward], idempotency_key: str = "", *, by_agent: bool = False
+    ) -> None:
+        """Adds rewards when the journal has them. Raises MessageError if the session does not have the part
+        that one is for (`export/rewards.py`).
 
-        `call`, `turn`, `timeline` and `tool` name the part of the session that it is for
-        (`export/rewards.py`); without them it is for all of it. A reward with an `id` that was posted before,
-        unchanged, is not added again, nor is one of a request with the same idempotency key: a client that
-        does not know whether its request arrived can repeat it.
+        A finalized session takes rewards, because its agent may have finalized it; not from the agent
+        itself. A reward with an `id` that was posted before, unchanged, is not added again, nor is one of a
+        request with the same idempotency key: a client that does not know whether its request arrived can
+        repeat it.
         """
-        rewards = [validate_reward(one) for one in (raw if isinstance(raw, list) else [raw])]
         async with self.reward_lock:
             records = [
-                SessionRewarded(reward, f"{idempotency_key}/{index}" if idempotency_key else "")
+                SessionRewarded(dict(reward), f"{idempotency_key}/{index}" if idempotency_key else "")
                 for index, reward in enumerate(rewards)
             ]
             records = [record for record in records if record.request_key not in self.reward_request_keys]
-            if records or not rewards:
+            if not records:
+                return
+            if by_agent or self.state != "finalized":
                 self.require_open()
-            for record in records:
-                check_reward_part(self.session.tree, record.reward)
+            else:
+                self.require_journal()
+            await self._check_parts([read_recorded_reward(record.reward) for record in records])
             self.last_used = time.monotonic()
             for record in records:
                 if "id" in record.reward and record.reward in self.rewards:
                     continue
                 await self._append_record(record)
                 self.apply(record)
+
+    async def _check_parts(self, rewards: Sequence[Reward]) -> None:
+        if not any("turn" in reward for reward in rewards) or self.session.tree.token_count <= _INLINE_TOKENS:
+            check_reward_parts(self.session.tree, rewards)
+        else:  # finding the main conversation of a large tree takes a while
+            await asyncio.to_thread(check_reward_parts, self.session.snapshot(), rewards)
 
     async def add_compaction(self, prefix: CompactedPrefix) -> None:
         """Applies an edit to all calls that begin with its messages, once the journal has it."""
@@ -327,7 +345,7 @@ class ManagedSession:
     ) -> None:
         """Applies a record that was read from the journal."""
         if isinstance(record, SessionRewarded):
-            self.rewards.append(record.reward)
+            self.rewards.append(read_recorded_reward(record.reward))
             if record.request_key:
                 self.reward_request_keys.add(record.request_key)
         elif isinstance(record, SessionEnded):

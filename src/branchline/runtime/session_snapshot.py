@@ -15,6 +15,7 @@ import msgspec
 
 from branchline.core.call import Delivery
 from branchline.core.errors import InputError, TreeError
+from branchline.core.reward import read_recorded_reward
 from branchline.core.sample import DropReason, ExportReport
 from branchline.export.rewards import session_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream, export_nothing
@@ -159,7 +160,7 @@ class SessionSnapshot:
             tree,
             encoded.state,
             encoded.reason,
-            encoded.rewards,
+            tuple(map(read_recorded_reward, encoded.rewards)),
             encoded.agent,
             encoded.group,
             encoded.metadata,

@@ -87,7 +87,7 @@ def test_finish_ends_the_trajectory_after_all_calls_of_its_turn() -> None:
             assert state.context is not None
             assert state.context.final_answer == "42"
             assert [m.role for m in state.messages] == ["system", "user", "assistant", "tool", "tool"]
-            assert [one["stop_reason"] for one in s.managed.rewards if "stop_reason" in one] == []
+            assert s.managed.rewards == []
             assert s.managed.state == "completed"
 
     run(test)
@@ -100,8 +100,8 @@ def test_the_session_gets_the_penalty_and_its_reason() -> None:
             await s.run()
             (reward,) = s.managed.rewards
             assert reward["score"] == -1.0
-            assert reward["stop_reason"] == "model_length"
-            assert reward["context_length_exceeded"] is True
+            assert reward["extras"]["stop_reason"] == "model_length"
+            assert reward["extras"]["context_length_exceeded"] is True
 
     run(test)
 
