@@ -181,11 +181,13 @@ def test_a_session_that_somebody_aborts_is_aborted() -> None:
 
 def test_cancelling_a_rollout_ends_and_writes_every_session(tmp_path: Path) -> None:
     async def test() -> None:
-        started = asyncio.Event()
+        started, asked = asyncio.Event(), 0
 
         async def work(task: Mapping[str, Any], session: Any) -> float:
+            nonlocal asked
             await ask(session, task["prompt"])
-            if task["id"] == "3":
+            asked += 1
+            if asked == len(TASKS):
                 started.set()
             if task["id"] != "0":
                 await asyncio.Event().wait()
