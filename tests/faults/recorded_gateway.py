@@ -17,9 +17,10 @@ from random import Random
 from typing import Any
 
 import httpx
+import msgspec
 
 from branchline.core.token_arrays import as_ids
-from tests.gateway.kill_server import KILL_VARIABLE, READY, is_reply
+from tests.gateway.kill_server import KILL_VARIABLE, READY, SETTINGS_VARIABLE, ServerSettings, is_reply
 
 ROOT = Path(__file__).parents[2]
 ADMIN = {"authorization": "Bearer ak-fault-test"}
@@ -39,8 +40,9 @@ class RecordedSession:
 class RecordedGateway:
     """Starts, uses, kills and checks one gateway after another on the same journal."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: ServerSettings | None = None) -> None:
         self.folder = folder
+        self._settings = settings or ServerSettings()
         self.journal = folder / "journal"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
@@ -50,6 +52,8 @@ class RecordedGateway:
         self.sessions: list[RecordedSession] = []
         self.refused = 0
         """Calls that were answered with 503."""
+        self.broken = 0
+        """Requests without an answer, because the connection broke."""
 
     async def __aenter__(self) -> RecordedGateway:
         await self.start()
@@ -64,7 +68,11 @@ class RecordedGateway:
             *(sys.executable, "-m", "tests.gateway.kill_server", str(self.folder), str(self._port)),
             ADMIN["authorization"].removeprefix("Bearer "),
             cwd=ROOT,
-            env={**os.environ, KILL_VARIABLE: ""},
+            env={
+                **os.environ,
+                KILL_VARIABLE: "",
+                SETTINGS_VARIABLE: msgspec.json.encode(self._settings).decode(),
+            },
             stdout=asyncio.subprocess.PIPE,
         )
         assert self.process.stdout is not None
@@ -128,6 +136,7 @@ class RecordedGateway:
         try:
             return await self.http.request(method, self.url + path, json=body, headers=headers)
         except httpx.TransportError:
+            self.broken += 1
             return None
 
     async def check(self, without: frozenset[str] = frozenset()) -> tuple[int, int]:

@@ -13,15 +13,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import random
 import secrets
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -44,6 +46,8 @@ from branchline.tree.session import Session
 
 CODEC = ToyCodec.chatml()
 KILL_VARIABLE = "BRANCHLINE_KILL"
+SETTINGS_VARIABLE = "BRANCHLINE_TEST_SETTINGS"
+"""`ServerSettings` as JSON."""
 READY = b"ready\n"
 
 
@@ -74,6 +78,16 @@ BEFORE_JOURNAL = (KillPoint.STREAMING, KillPoint.ENGINE_END, KillPoint.QUEUED, K
 """A call killed here is not in the journal."""
 AFTER_JOURNAL = (KillPoint.JOURNALED, KillPoint.FINISHED, KillPoint.DELIVERED)
 """A call killed here is in the journal; at the other points it may be."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True):
+    """What a test changes about the server."""
+
+    limits: dict[str, float] = {}
+    """Fields of its GatewayConfig."""
+    event_loop: Literal["asyncio", "uvloop"] = "asyncio"
+    busy_s: float = 0.0
+    """The event loop is blocked for up to this time, again and again."""
 
 
 class Phase(IntEnum):
@@ -274,22 +288,43 @@ def _install(failpoint: Failpoint, phase_counts: PhaseCounts) -> None:
     journal._CHECKPOINT_BYTES = 256 * 1024  # often enough that kills meet the checkpoint too
 
 
-async def serve(folder: Path, port: int, admin_key: str) -> None:
+async def be_busy(busy_s: float) -> None:
+    """Blocks the event loop again and again."""
+    while True:
+        time.sleep(random.uniform(0, busy_s))
+        await asyncio.sleep(random.uniform(0, busy_s))
+
+
+async def serve(folder: Path, port: int, admin_key: str, settings: ServerSettings) -> None:
     phase_counts = PhaseCounts(folder / "phase_counts")
     _install(Failpoint(os.environ.get(KILL_VARIABLE, ""), folder / "killed_calls"), phase_counts)
+    limits: dict[str, Any] = settings.limits
     gateway = Gateway(
         engine=Engine(phase_counts),
         codec=CODEC,
         journal=folder / "journal",
         durability="process",
         port=port,
-        config=GatewayConfig(admin_key=admin_key),
+        config=GatewayConfig(admin_key=admin_key, **limits),
     )
     async with gateway:
         sys.stdout.buffer.write(READY)
         sys.stdout.buffer.flush()
-        await asyncio.Event().wait()
+        busy = asyncio.create_task(be_busy(settings.busy_s)) if settings.busy_s else None
+        await gateway.serve_until(asyncio.Event())
+        del busy
+
+
+def main(folder: str, port: str, admin_key: str) -> None:
+    settings = msgspec.json.decode(os.environ.get(SETTINGS_VARIABLE, "{}"), type=ServerSettings)
+    factory: Any = None
+    if settings.event_loop == "uvloop":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(serve(Path(folder), int(port), admin_key, settings))
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    main(*sys.argv[1:])
