@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError, SessionRefusedError
+from branchline.export.samples import ExportPolicy
 from branchline.rollout import transfer_queue
 from branchline.rollout.rollout import Rollout, RolloutConfig
+from branchline.rollout.session_result import SessionResult
 from branchline.rollout.sinks import MemorySink
-from branchline.rollout.transfer_queue import TENSOR_FIELDS, TransferQueueSink, make_rows
+from branchline.rollout.tasks import RolloutTask
+from branchline.rollout.transfer_queue import RESERVED_FIELDS, TENSOR_FIELDS, TransferQueueSink, make_rows
 from tests.rollout.harness import ask, run, scripted_gateway
 
 
@@ -53,7 +57,15 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
 
 
 TASKS: list[dict[str, Any]] = [
-    {"id": "a", "prompt": "hello", "data_source": "math", "reward_model": {"ground_truth": "4"}},
+    {
+        "id": "a",
+        "prompt": "hello",
+        "data_source": "math",
+        "reward_model": {"ground_truth": "4"},
+        "level": 2.5,
+        "hint": None,
+        "values": [1, 2],
+    },
     {
         "id": "b",
         "prompt": [{"role": "user", "content": "hi"}],
@@ -93,11 +105,23 @@ def test_rows_keys_and_tags_are_those_of_verl(queue: FakeQueue) -> None:
         assert np.array_equal(row["rollout_is_weights"], sample.shares)
         others = {name: value for name, value in row.items() if name not in TENSOR_FIELDS}
         assert others == {
+            "id": "a",
+            "prompt": "hello",
+            "level": 2.5,
+            "hint": None,
+            "dataset_values": [1, 2],
             "uid": "a",
             "raw_prompt": [{"role": "user", "content": "hello"}],
             "data_source": "math",
             "reward_model": {"ground_truth": "4"},
-            "extra_info": {"reward_extras": '{"format":1}'},
+            "extra_info": {},
+            "extra_fields": {
+                "reward_extra_info": {"format": 1},
+                "turn_scores": [],
+                "tool_rewards": [],
+                "min_global_steps": 0,
+                "max_global_steps": 0,
+            },
             "agent_name": "",
             "session_id": 1,
             "global_steps": 3,
@@ -118,6 +142,8 @@ def test_rows_keys_and_tags_are_those_of_verl(queue: FakeQueue) -> None:
             "missing_log_probs": 0,
         }
         assert queue.rows["b_0_0"]["raw_prompt"] == TASKS[1]["prompt"]
+        assert "prompt" not in queue.rows["b_0_0"], "it is raw_prompt"
+        assert (queue.rows["b_0_0"]["index"], queue.rows["b_0_0"]["extra_info"]) == (7, {"index": 7})
         assert queue.rows["b_0_0"]["agent_name"] == "twice"
         assert json.loads(sample.reward_extras) == {"format": 1}
 
@@ -126,8 +152,6 @@ def test_rows_keys_and_tags_are_those_of_verl(queue: FakeQueue) -> None:
 
 def test_unknown_rewards_and_logprobs_are_zero_and_tagged(queue: FakeQueue) -> None:
     async def test() -> None:
-        from dataclasses import replace
-
         async def silent(task: Mapping[str, Any], session: Any) -> None:
             await ask(session, "hello")
 
@@ -201,6 +225,160 @@ def test_a_ledger_knows_rows_that_the_trainer_has_cleared(queue: FakeQueue, tmp_
     run(test)
 
 
-def test_a_limit_below_one_is_refused() -> None:
-    with pytest.raises(InputError, match="max_rows: got 0, expected 1 or more"):
-        TransferQueueSink(queue=FakeQueue(), max_rows=0)
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "3", float("nan")])
+def test_limits_that_are_no_count_are_refused(value: Any) -> None:
+    with pytest.raises(InputError, match=f"max_rows: got {value!r}, expected a whole number of 1 or more"):
+        TransferQueueSink(queue=FakeQueue(), max_rows=value)
+
+
+# -- what a row cannot carry -------------------------------------------------------------------------
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+async def look(task: Mapping[str, Any], session: Any) -> float:
+    """Shows the model an image in the second call of task b."""
+    await ask(session, "hello")
+    if task["id"] == "b":
+        question = {"role": "user", "content": [{"type": "text", "text": "and this?"}, IMAGE]}
+        await ask(session, "hello", "ok", question)
+        await ask(session, "another conversation")
+    return 1.0
+
+
+def test_a_session_with_media_is_refused_as_a_whole_by_name_and_counted(
+    queue: FakeQueue, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        ledger, memory = tmp_path / "ledger.jsonl", MemorySink()
+        sink = TransferQueueSink(queue=queue, ledger=ledger)
+        config = RolloutConfig(n=2, export_policy=ExportPolicy(include_inexact=True))
+        runners = {"": look, "twice": look}
+        async with scripted_gateway() as gateway:
+            stats = await Rollout(gateway, runners, sinks=[sink, memory], config=config).run(TASKS)
+        assert {key.partition("_")[0] for key in queue.rows} == {"a"}
+        assert stats.refused == {"TransferQueueSink: media": 2}
+        assert stats.to_json()["refused"] == {"TransferQueueSink: media": 2}
+        assert stats.finished == len(memory.results) == 4, "the other sinks have it"
+        refused = next(one for one in memory.results if one.job.task.uid == "b")
+        assert len(refused.samples) == 2
+        (key,) = [key for key, one in zip(refused.sample_keys, refused.samples, strict=True) if one.media]
+        with pytest.raises(SessionRefusedError) as error:
+            make_rows(refused)
+        assert str(error.value) == (
+            f"session {refused.session}: sample {key}: got 1 media (image), expected none: rows of "
+            "TransferQueue carry no media yet; use a JsonlSink or a ParquetSink, or tasks without media"
+        )
+        assert str(error.value) in caplog.text
+        # A task without any row is no task that a trainer can train.
+        assert (queue.tags["a"]["status"], queue.tags["b"]["status"]) == ("finished", "failure")
+        assert [json.loads(line)["uid"] for line in ledger.read_text().splitlines()] == ["a", "a"]
+        assert not sink.contains(refused.session)
+
+    run(test)
+
+
+def test_a_task_with_cleared_rows_stays_finished_after_a_resume(queue: FakeQueue, tmp_path: Path) -> None:
+    async def test() -> None:
+        ledger = tmp_path / "ledger.jsonl"
+        async with scripted_gateway(journal=tmp_path / "journal") as gateway:
+            first = TransferQueueSink(queue=queue, ledger=ledger)
+            await Rollout(gateway, answer, sinks=[first]).run(TASKS[:1])
+            queue.kv_clear(list(queue.tags))
+            again = TransferQueueSink(queue=queue, ledger=ledger)
+            await Rollout(gateway, answer, sinks=[again], resume=True).run(TASKS[:1])
+        assert queue.tags["a"]["status"] == "finished"
+
+    run(test)
+
+
+def result_of(task: RolloutTask) -> SessionResult:
+    """A finished session of a task."""
+    memory = MemorySink()
+
+    async def main() -> None:
+        async with scripted_gateway() as gateway:
+            await Rollout(gateway, answer, sinks=[memory]).run([{"id": "a", "prompt": "hello"}])
+
+    run(main)
+    (result,) = memory.results
+    return replace(result, job=replace(result.job, task=task))
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        (RolloutTask("a_b", {}), "uid: got 'a_b', expected no underscore: verl splits keys at it"),
+        (RolloutTask("a", "hello"), "columns of task a: got a str, expected an object"),
+        (RolloutTask("a", {1: 2}), "columns of task a: got the name 1, expected a text"),
+        (RolloutTask("a", {"at": object()}), "columns of task a: at: .* expected a JSON value"),
+        (RolloutTask("a", {"half": "\ud83d"}), "columns of task a: half: .* expected a JSON value"),
+        (
+            RolloutTask("a", {"values": 1, "dataset_values": 2}),
+            "columns of task a: got 'values' and 'dataset_values', expected one of them: 'values' is a field "
+            "of verl's rows, so the column is written as 'dataset_values'",
+        ),
+    ],
+)
+def test_columns_that_a_row_cannot_carry_are_refused_by_name(task: RolloutTask, problem: str) -> None:
+    with pytest.raises(SessionRefusedError, match=problem):
+        make_rows(result_of(task))
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_FIELDS - {"uid", "raw_prompt"}))
+def test_no_column_overwrites_a_field_of_the_row(name: str) -> None:
+    plain, named = (make_rows(result_of(RolloutTask("a", row)))[0] for row in ({}, {name: "mine"}))
+    assert named.fields[f"dataset_{name}"] == "mine"
+    for field, value in plain.fields.items():
+        assert np.array_equal(named.fields[field], value), field
+    assert set(named.fields) == {*plain.fields, f"dataset_{name}"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"uid": "a"}, {}),
+        ({"uid": "other"}, {"dataset_uid": "other"}),
+        ({"raw_prompt": "text"}, {"dataset_raw_prompt": "text"}),
+        ({"prompt": [{"role": "user", "content": "q"}]}, {"raw_prompt": [{"role": "user", "content": "q"}]}),
+        (
+            {"messages": [{"role": "user", "content": "q"}], "prompt": "q"},
+            {"raw_prompt": [{"role": "user", "content": "q"}], "prompt": "q"},
+        ),
+        ({"index": 3, "extra_info": {"index": 4}}, {"index": 3, "extra_info": {"index": 4}}),
+        ({"extra_info": {"index": 4}}, {"index": 4, "extra_info": {"index": 4}}),
+        ({"data_source": None, "extra_info": None}, {"data_source": "", "extra_info": {}}),
+        ({"agent_name": "x", "ability": "math"}, {"agent_name": "", "ability": "math"}),
+        ({"score": float("inf"), "ü": {"a": [1, None]}}, {"score": float("inf"), "ü": {"a": [1, None]}}),
+    ],
+)
+def test_columns_have_the_names_that_verl_uses(row: dict[str, Any], expected: dict[str, Any]) -> None:
+    plain = make_rows(result_of(RolloutTask("a", {})))[0].fields
+    fields = make_rows(result_of(RolloutTask("a", row)))[0].fields
+    assert {name: fields[name] for name in expected} == expected
+    assert set(fields) == set(plain) | set(expected)
+
+
+def test_rows_share_nothing_with_the_task() -> None:
+    row = {"extra_info": {"index": 1}, "tags": ["x"]}
+    (made, *_) = make_rows(result_of(RolloutTask("a", row)))
+    made.fields["extra_info"]["index"] = 2
+    made.fields["tags"].append("y")
+    assert row == {"extra_info": {"index": 1}, "tags": ["x"]}
+
+
+def test_rewards_of_turns_and_tools_are_in_extra_fields(queue: FakeQueue) -> None:
+    async def test() -> None:
+        async def agent(task: Mapping[str, Any], session: Any) -> list[dict[str, Any]]:
+            await ask(session, "hello")
+            await ask(session, "hello", "ok", "more")
+            return [{"score": 0.25, "turn": 1}, {"score": 0.75, "turn": 2}, {"score": 1.0, "format": 1}]
+
+        async with scripted_gateway() as gateway:
+            await Rollout(gateway, agent, sinks=[TransferQueueSink(queue=queue)]).run(TASKS[:1])
+        extra = queue.rows["a_0_0"]["extra_fields"]
+        assert extra["turn_scores"] == [0.25, 0.75]
+        assert extra["tool_rewards"] == []
+        assert extra["reward_extra_info"] == {"format": 1}
+
+    run(test)

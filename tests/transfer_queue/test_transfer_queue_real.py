@@ -38,7 +38,20 @@ async def answer(task: Mapping[str, Any], session: Any) -> dict[str, Any]:
     return {"score": 0.5, "format": 1}
 
 
-TASKS = [{"id": name, "prompt": f"question {name}"} for name in ("a", "b", "c")]
+TASKS = [
+    {
+        "id": name,
+        "prompt": f"question {name}",
+        "data_source": "math",
+        "extra_info": {"index": index},
+        # What columns may be: null, nested, equal, of several lengths, named as a field of verl's rows.
+        "hint": None,
+        "steps": [{"at": step} for step in range(index)],
+        "level": 2.5,
+        "values": [1, 2],
+    }
+    for index, name in enumerate(("a", "b", "c"))
+]
 
 
 def run_rollout(partition: str, **options: Any) -> MemorySink:
@@ -72,6 +85,26 @@ def test_rows_read_back_exactly() -> None:
         values = read[name]
         values = values.tolist() if hasattr(values, "tolist") else list(values)
         assert values == [expected[key].fields[name] for key in keys], name
+
+
+def test_tasks_may_have_other_columns() -> None:
+    """JSON lines need not have the same columns; each row reads back its own."""
+    memory = MemorySink()
+    tasks = [{"id": "a", "prompt": "one", "level": 1}, {"id": "b", "prompt": "two", "topic": {"x": [1]}}]
+
+    async def main() -> None:
+        async with scripted_gateway() as gateway:
+            sink = TransferQueueSink("columns", global_steps=4)
+            await Rollout(gateway, answer, sinks=[sink, memory], config=RolloutConfig(n=1)).run(tasks)
+
+    asyncio.run(main())
+    for result in memory.results:
+        for row in make_rows(result, 4):
+            read = tq.kv_batch_get(keys=[row.key], partition_id="columns")
+            for name in set(row.fields) - set(TENSOR_FIELDS):
+                values = read[name]
+                (value,) = values.tolist() if hasattr(values, "tolist") else list(values)
+                assert value == row.fields[name], name
 
 
 def test_a_rollout_that_is_run_again_writes_no_row_twice() -> None:

@@ -17,7 +17,8 @@ Writes the samples of a run to one file. Only finished sessions have samples.
 """
 _EPILOG = """\
 formats:
-  parquet    one row per sample: prompt_ids, response_ids, response_mask, response_logprobs, shares, reward, …
+  parquet    one row per sample: key, uid, group, agent_name, session, prompt_ids, response_ids,
+             response_mask, response_logprobs, shares, reward, …
   jsonl      the same as JSON lines
   messages   the main history of each finished session: {"messages": […], "reward": …, "session": …}
 
@@ -62,9 +63,9 @@ def run(options: argparse.Namespace) -> str:
     elif options.to == "parquet":
         from branchline.export.parquet import write_parquet
 
-        count, noun = write_parquet(folder.read_samples(), target), "sample"
+        count, noun = write_parquet(folder.read_rows(), target), "sample"
     else:
-        count, noun = write_jsonl(folder.read_samples(), target), "sample"
+        count, noun = write_jsonl(folder.read_rows(), target), "sample"
     return f"wrote {pluralize(count, noun)} to {target}\n"
 
 

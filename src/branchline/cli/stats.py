@@ -66,8 +66,9 @@ def render_stats(stats: Mapping[str, Any], folder: Path) -> str:
     if dropped:
         table.add_row("dropped tokens", dropped)
     lines: list[RenderableType] = [table]
-    for name, title in (("failure_reasons", "failed"), ("abort_reasons", "aborted")):
-        reasons = list(stats[name].items())
+    titles = {"failure_reasons": "failed", "abort_reasons": "aborted", "refused": "not written"}
+    for name, title in titles.items():
+        reasons = list(stats.get(name, {}).items())
         lines += [
             Text(f"  {title} {count} × {sanitize(reason, 200)}") for reason, count in reasons[:_MAX_REASONS]
         ]

@@ -22,6 +22,7 @@
     ├── CompactionError         a compaction policy raised, or its plan cannot be applied
     ├── JournalError            the journal could not be opened, written or read
     ├── SinkError               the results of a rollout could not be written
+    │   └── SessionRefusedError  a sink cannot carry one session; the others go on
     ├── MissingExtraError       a package of an optional extra is not installed (also an ImportError)
     └── ExportError             samples must not be trained on without an explicit option
         └── MissingLogprobsError
@@ -234,6 +235,16 @@ class JournalError(BranchlineError):
 
 class SinkError(BranchlineError):
     """The results of a rollout could not be written; a resumed rollout writes them again."""
+
+
+class SessionRefusedError(SinkError):
+    """A sink cannot carry a session, and has written none of its samples. Other sessions go on; the figures
+    of the rollout count it by `reason`."""
+
+    def __init__(self, session: str, reason: str, problem: str) -> None:
+        super().__init__(f"session {session}: {problem}")
+        self.session = session
+        self.reason = reason
 
 
 class MissingExtraError(BranchlineError, ImportError):

@@ -2,18 +2,23 @@
 
 A column has a name, the attribute of `Sample` that it holds, and a kind. A sample that was written and read
 is equal to the original, media included. The data of a medium is written once in a file, in the first sample
-that has it; later samples have its digest.
+that has it; later samples have its digest. What a file cannot hold is refused, by sample and column.
+
+Files have all columns, whatever the samples: those that say where a sample comes from (ORIGIN_COLUMNS) are
+null where that is not known. So files of one version can be read as one table, empty ones too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
 
+from branchline.core.errors import InputError
 from branchline.core.message import Media
 from branchline.core.sample import AnswerSpan, LogprobMeasurement, RewardSpan, Sample
 
@@ -52,6 +57,15 @@ _MEASUREMENT = (
     Column("repetition_penalty", "number"),
     Column("constraints", "texts"),
 )
+ORIGIN_COLUMNS = (
+    Column("key", "text"),
+    Column("uid", "text"),
+    Column("group", "text"),
+    Column("agent_name", "text"),
+    Column("slot", "integer"),
+    Column("attempt", "integer"),
+)
+"""Which task and session of a run a sample is from: the fields of SampleOrigin."""
 SAMPLE_COLUMNS = (
     Column("session", "text"),
     Column("agent", "text"),
@@ -107,9 +121,98 @@ SAMPLE_COLUMNS = (
     ),
     Column("reward_extras", "text"),
 )
-OPTIONAL_COLUMNS = frozenset({"rewards", "answers", "reward_extras"})
+FILE_COLUMNS = ORIGIN_COLUMNS + SAMPLE_COLUMNS
+"""The columns of files, in order."""
+OPTIONAL_COLUMNS = frozenset({"rewards", "answers", "reward_extras", *(one.name for one in ORIGIN_COLUMNS)})
 """Columns that older files do not have."""
 ARRAY_TYPES: dict[str, type[np.generic]] = {"int8s": np.int8, "int32s": np.int32, "float32s": np.float32}
+
+
+@dataclass(frozen=True)
+class SampleOrigin:
+    """Which task and session of a run a sample is from; None is not known."""
+
+    key: str | None = None
+    """The sample's name, unique in its run."""
+    uid: str | None = None
+    """The task."""
+    group: str | None = None
+    """The sessions that are compared with each other."""
+    agent_name: str | None = None
+    """The agent that the task names; `agent` is the one that sampled."""
+    slot: int | None = None
+    """Which of the task's sessions, from 0 on."""
+    attempt: int | None = None
+    """Which attempt at the session, from 0 on."""
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """A sample as a row of a file."""
+
+    sample: Sample
+    origin: SampleOrigin = SampleOrigin()
+
+    def value(self, column: Column) -> Any:
+        """The value of a column that is not of structs."""
+        owner = self.origin if column in ORIGIN_COLUMNS else self.sample
+        return getattr(owner, column.sample_attribute)
+
+    def check(self) -> SampleRow:
+        """Returns the row. Raises InputError, with sample and column, for what would not be read back equal:
+        an array of another type, a text that is no Unicode, a number that is not finite."""
+        for column in FILE_COLUMNS:
+            if column.kind == "structs":
+                value: Any = msgspec.to_builtins(getattr(self.sample, column.name), builtin_types=(bytes,))
+            else:
+                value = self.value(column)
+            expected = ARRAY_TYPES.get(column.kind)
+            if expected is None:
+                self._check_values(column.name, value)
+            elif len(value) and value.dtype != expected:
+                self._refuse(column.name, f"an array of {value.dtype}", f"one of {np.dtype(expected)}")
+        return self
+
+    def _check_values(self, name: str, value: object) -> None:
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                self._refuse(name, repr(value), "Unicode without lone surrogates")
+        elif isinstance(value, float) and not math.isfinite(value):
+            self._refuse(name, repr(value), "a finite number")
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._check_values(f"{name}.{key}", item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._check_values(name, item)
+
+    def _refuse(self, column: str, got: str, expected: str) -> NoReturn:
+        name = self.origin.key or f"of session {self.sample.session!r}"
+        raise InputError(f"sample {name}: {column}: got {got}, expected {expected}")
+
+
+def as_row(sample: Sample | SampleRow) -> SampleRow:
+    return sample if isinstance(sample, SampleRow) else SampleRow(sample)
+
+
+def make_origin(row: Mapping[str, Any]) -> SampleOrigin:
+    """Returns the origin in a row that was read; older files and other rows have none."""
+    return SampleOrigin(**{column.name: row.get(column.name) for column in ORIGIN_COLUMNS})
+
+
+def check_columns(place: str, names: Collection[str]) -> None:
+    """Raises InputError, with the columns that differ, unless rows can be added to a file with these."""
+    expected = {column.name for column in FILE_COLUMNS}
+    missing, other = sorted(expected - set(names)), sorted(set(names) - expected)
+    if missing or other:
+        problems = [f"no column {', '.join(missing)}"] if missing else []
+        problems += [f"another column, {', '.join(other)}"] if other else []
+        raise InputError(
+            f"{place}: got {' and '.join(problems)}, expected the columns of this version: "
+            "continue in another folder"
+        )
 
 
 def struct_values(name: str, sample: Sample, written_digests: set[str]) -> list[dict[str, Any]]:
@@ -141,7 +244,7 @@ def make_sample(row: Mapping[str, Any], payloads: dict[str, bytes]) -> Sample:
     values = {
         column.sample_attribute: row[column.name]
         for column in SAMPLE_COLUMNS
-        if column.name not in OPTIONAL_COLUMNS or column.name in row
+        if column.name not in OPTIONAL_COLUMNS or row.get(column.name) is not None
     }
     for media in row["media"]:
         if media.get("data"):

@@ -1,7 +1,8 @@
 """Samples as JSON lines, one object per sample. A file is written completely or not at all.
 
 The columns are those of `export/columns.py`. NaN is not JSON, so a missing logprob is null; minus infinity is
-the lowest float32. The data of an image is written in base64, once in a file or response.
+the lowest float32, which is read as minus infinity again. The data of an image is written in base64, once in
+a file or response.
 """
 
 from __future__ import annotations
@@ -19,10 +20,26 @@ import numpy as np
 
 from branchline.core.sample import DroppedTokens, ExportReport, Sample
 from branchline.core.token_arrays import Floats
-from branchline.export.columns import ARRAY_TYPES, SAMPLE_COLUMNS, Column, make_sample, struct_values
+from branchline.export.columns import (
+    ARRAY_TYPES,
+    ORIGIN_COLUMNS,
+    SAMPLE_COLUMNS,
+    Column,
+    SampleRow,
+    as_row,
+    make_origin,
+    make_sample,
+    struct_values,
+)
 
 _MIN_FLOAT32 = np.finfo(np.float32).min
 """Replaces minus infinity, which JSON cannot represent."""
+
+
+def row_to_json(row: SampleRow, written_digests: set[str] | None = None) -> dict[str, Any]:
+    """Returns a line of a file: where the sample comes from, then the sample."""
+    origin = {column.name: row.value(column) for column in ORIGIN_COLUMNS}
+    return {**origin, **sample_to_json(row.sample, written_digests)}
 
 
 def sample_to_json(
@@ -80,13 +97,13 @@ def report_from_json(raw: Mapping[str, Any]) -> ExportReport:
     return ExportReport(**{**raw, "dropped": tuple([DroppedTokens(**entry) for entry in raw["dropped"]])})
 
 
-def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
+def write_jsonl(samples: Iterable[Sample | SampleRow], path: str | os.PathLike[str]) -> int:
     """Writes samples to a file and returns their number. If an error occurs, the old file is unchanged."""
     count = 0
     written_digests: set[str] = set()
     with replace_file(path) as file:
         for sample in samples:
-            file.write(msgspec.json.encode(sample_to_json(sample, written_digests)) + b"\n")
+            file.write(msgspec.json.encode(row_to_json(as_row(sample).check(), written_digests)) + b"\n")
             count += 1
     return count
 
@@ -111,10 +128,16 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Sample]:
     """Yields the samples of a file written by `write_jsonl`, with the payloads of their media."""
+    return (row.sample for row in read_jsonl_rows(path))
+
+
+def read_jsonl_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
+    """Does what `read_jsonl` does, and says where each sample comes from."""
     payloads: dict[str, bytes] = {}
     with Path(path).open("rb") as file:
         for line in file:
-            yield sample_from_json(msgspec.json.decode(line), payloads)
+            raw = msgspec.json.decode(line)
+            yield SampleRow(sample_from_json(raw, payloads), make_origin(raw))
 
 
 def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None = None) -> Sample:
@@ -125,7 +148,10 @@ def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None =
         if column.kind == "float32s":
             row[column.name] = [np.nan if value is None else value for value in raw[column.name]]
         if column.kind in ARRAY_TYPES:
-            row[column.name] = np.array(row[column.name], ARRAY_TYPES[column.kind])
+            array = np.array(row[column.name], ARRAY_TYPES[column.kind])
+            if column.kind == "float32s":
+                array[array == _MIN_FLOAT32] = -np.inf
+            row[column.name] = array
     row["media"] = [
         {**media, "data": base64.b64decode(media["data"])} if media.get("data") else media
         for media in raw["media"]

@@ -19,9 +19,13 @@ from branchline.core.errors import InputError, requires_extra
 from branchline.core.sample import Sample
 from branchline.export.columns import (
     ARRAY_TYPES,
+    FILE_COLUMNS,
     OPTIONAL_COLUMNS,
-    SAMPLE_COLUMNS,
     Column,
+    SampleRow,
+    as_row,
+    check_columns,
+    make_origin,
     make_sample,
     struct_values,
 )
@@ -46,13 +50,13 @@ _SCALAR_TYPES = {
 }
 
 
-def write_parquet(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
+def write_parquet(samples: Iterable[Sample | SampleRow], path: str | os.PathLike[str]) -> int:
     """Writes samples to a file and returns their number. If an error occurs, the old file is unchanged."""
     count = 0
     written_digests: set[str] = set()
     with replace_file(path) as file, pq.ParquetWriter(file, PARQUET_SCHEMA, compression="zstd") as writer:
         for group in _row_groups(samples):
-            arrays = [_to_arrow(column, group, written_digests) for column in SAMPLE_COLUMNS]
+            arrays = [_to_arrow(column, group, written_digests) for column in FILE_COLUMNS]
             writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=PARQUET_SCHEMA))
             count += len(group)
     return count
@@ -61,35 +65,54 @@ def write_parquet(samples: Iterable[Sample], path: str | os.PathLike[str]) -> in
 def read_parquet(path: str | os.PathLike[str]) -> Iterator[Sample]:
     """Yields the samples of a file written by `write_parquet`, with the payloads of their media. Raises
     InputError for a file without their columns."""
+    return (row.sample for row in read_parquet_rows(path))
+
+
+def read_parquet_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
+    """Does what `read_parquet` does, and says where each sample comes from."""
     payloads: dict[str, bytes] = {}
     try:
         file = pq.ParquetFile(Path(path))
     except (OSError, pa.ArrowInvalid) as error:
         raise InputError(f"{path}: got a file that cannot be read ({error}), expected Parquet") from error
     with file:
-        columns = [column for column in SAMPLE_COLUMNS if column.name in file.schema_arrow.names]
-        missing = {column.name for column in SAMPLE_COLUMNS} - {column.name for column in columns}
+        columns = [column for column in FILE_COLUMNS if column.name in file.schema_arrow.names]
+        missing = {column.name for column in FILE_COLUMNS} - {column.name for column in columns}
         if missing - OPTIONAL_COLUMNS:
             names = ", ".join(sorted(missing - OPTIONAL_COLUMNS))
             raise InputError(f"{path}: got no column {names}, expected the columns of samples")
         for batch in file.iter_batches(_ROWS_PER_GROUP, columns=[column.name for column in columns]):
             values = {column.name: _from_arrow(column, batch.column(column.name)) for column in columns}
             for index in range(batch.num_rows):
-                yield make_sample({name: rows[index] for name, rows in values.items()}, payloads)
+                row = {name: rows[index] for name, rows in values.items()}
+                yield SampleRow(make_sample(row, payloads), make_origin(row))
 
 
-def read_sessions(path: str | os.PathLike[str]) -> list[str]:
-    """Returns the session of each sample of a file."""
+def open_part(path: str | os.PathLike[str]) -> list[str]:
+    """Returns the session of each sample of a file to which other files are added. Raises InputError for
+    one with other columns or types: they could not be read as one table."""
+    try:
+        schema = pq.read_schema(Path(path))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{path}: got a file that cannot be read ({error}), expected Parquet") from error
+    check_columns(str(path), schema.names)
+    for field in PARQUET_SCHEMA:
+        if schema.field(field.name).type != field.type:
+            raise InputError(
+                f"{path}: {field.name}: got {schema.field(field.name).type}, expected {field.type}: "
+                "continue in another folder"
+            )
     sessions: list[str] = pq.read_table(Path(path), columns=["session"]).column("session").to_pylist()
     return sessions
 
 
-def _row_groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    group: list[Sample] = []
+def _row_groups(samples: Iterable[Sample | SampleRow]) -> Iterator[list[SampleRow]]:
+    group: list[SampleRow] = []
     tokens = 0
     for sample in samples:
-        group.append(sample)
-        tokens += len(sample)
+        row = as_row(sample).check()
+        group.append(row)
+        tokens += len(row.sample)
         if len(group) == _ROWS_PER_GROUP or tokens >= _TOKENS_PER_GROUP:
             yield group
             group, tokens = [], 0
@@ -104,14 +127,15 @@ def _arrow_type(column: Column) -> pa.DataType:
     return struct if column.kind == "struct" else pa.list_(struct)
 
 
-PARQUET_SCHEMA = pa.schema([pa.field(column.name, _arrow_type(column)) for column in SAMPLE_COLUMNS])
+PARQUET_SCHEMA = pa.schema([pa.field(column.name, _arrow_type(column)) for column in FILE_COLUMNS])
 
 
-def _to_arrow(column: Column, samples: Sequence[Sample], written_digests: set[str]) -> pa.Array:
+def _to_arrow(column: Column, rows: Sequence[SampleRow], written_digests: set[str]) -> pa.Array:
+    values: list[Any]
     if column.kind == "structs":
-        structs = [struct_values(column.name, sample, written_digests) for sample in samples]
-        return pa.array(structs, _arrow_type(column))
-    values = [getattr(sample, column.sample_attribute) for sample in samples]
+        values = [struct_values(column.name, row.sample, written_digests) for row in rows]
+    else:
+        values = [row.value(column) for row in rows]
     if column.kind not in ARRAY_TYPES:
         return pa.array(values, _arrow_type(column))
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from branchline.core.errors import InputError, SessionError
+from branchline.core.errors import InputError, SessionError, SessionRefusedError
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
@@ -304,7 +304,12 @@ class Rollout:
             return end  # it was never opened
         for sink in self._sinks:
             if not sink.contains(result.session):
-                await sink.write(result)
+                try:
+                    await sink.write(result)
+                except SessionRefusedError as error:
+                    name = type(sink).__name__
+                    log.error("%s: %s", name, error)
+                    self.stats.refused[f"{name}: {error.reason}"] += 1
         self.stats.add(result.line)
         group.finished += result.status == "finished"
         await self._gateway.release(result.session)

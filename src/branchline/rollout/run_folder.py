@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from branchline.core.errors import InputError
 from branchline.core.sample import Sample
-from branchline.export.jsonl import read_jsonl, replace_file
+from branchline.export.columns import SampleRow
+from branchline.export.jsonl import read_jsonl_rows, replace_file
 from branchline.rollout.sinks import (
     SAMPLES_FILE,
     SAMPLES_FOLDER,
@@ -96,14 +97,18 @@ class RunFolder:
 
     def read_samples(self) -> Iterator[Sample]:
         """Yields all samples, of whichever format."""
+        return (row.sample for row in self.read_rows())
+
+    def read_rows(self) -> Iterator[SampleRow]:
+        """Yields all samples with the tasks and sessions they come from."""
         if (self.path / SAMPLES_FILE).exists():
-            yield from read_jsonl(self.path / SAMPLES_FILE)
+            yield from read_jsonl_rows(self.path / SAMPLES_FILE)
         files = sorted((self.path / SAMPLES_FOLDER).glob("part-*.parquet"))
         if files:
-            from branchline.export.parquet import read_parquet
+            from branchline.export.parquet import read_parquet_rows
 
             for file in files:
-                yield from read_parquet(file)
+                yield from read_parquet_rows(file)
 
 
 def find_run_folder(path: Path) -> RunFolder:

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from branchline.core.sample import Sample
+from branchline.export.columns import SampleOrigin, SampleRow
 from branchline.export.histories import History
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.views import message_view
@@ -184,6 +185,18 @@ class SessionResult:
     def sample_keys(self) -> list[str]:
         """The key of each sample: `{uid}_{slot}_{index}`. Of all attempts at a slot one at most finishes."""
         return [f"{self.job.task.uid}_{self.job.slot}_{index}" for index in range(len(self.samples))]
+
+    @property
+    def rows(self) -> list[SampleRow]:
+        """The samples with where they come from, as files have them."""
+        job = self.job
+        return [
+            SampleRow(
+                sample,
+                SampleOrigin(key, job.task.uid, job.task.uid, job.task.agent_name, job.slot, job.attempt),
+            )
+            for key, sample in zip(self.sample_keys, self.samples, strict=True)
+        ]
 
     @property
     def delivered_tokens(self) -> int:

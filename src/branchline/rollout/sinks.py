@@ -19,9 +19,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from branchline.core.errors import InputError, SinkError
-from branchline.core.sample import Sample
-from branchline.export.jsonl import replace_file, sample_to_json
+from branchline.core.errors import InputError, SessionRefusedError, SinkError
+from branchline.core.option_checks import check_count
+from branchline.export.columns import SampleRow, check_columns
+from branchline.export.jsonl import replace_file, row_to_json
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.rollout.session_result import SessionResult
 from branchline.rollout.stats import PromptStatus, RolloutStats
@@ -43,8 +44,11 @@ class Sink(Protocol):
         ...
 
     async def write(self, result: SessionResult) -> None:
-        """Writes a session that the sink does not have; waits while there is no room. Raises SinkError or
-        OSError if it cannot."""
+        """Writes a session that the sink does not have; waits while there is no room.
+
+        Raises SessionRefusedError, and writes nothing of it, for a session that the sink can never carry: the
+        rollout counts it and goes on. Raises SinkError or OSError if the sink failed, which ends the rollout.
+        """
         ...
 
     async def end_prompt(self, task: RolloutTask, status: PromptStatus) -> None:
@@ -60,6 +64,8 @@ class MemorySink:
     """Keeps results in memory. With `max_pending`, a writer waits until `get` has taken results."""
 
     def __init__(self, max_pending: int | None = None) -> None:
+        if max_pending is not None:
+            check_count("max_pending", max_pending)
         self.results: list[SessionResult] = []
         """Results that were not taken by `get`."""
         self._max_pending = max_pending
@@ -111,10 +117,16 @@ class JsonlSink:
         for line in open_lines(self._trajectories):
             self._sessions.add(line["session"])
             self.stats.add(line)
-        self._keys = {line["key"] for line in open_lines(self._samples)} if samples else set()
+        self._keys = set(self._open_samples()) if samples else set()
         self._written_digests: set[str] = set()
         self._stats_written_at = 0.0
         self._lock = asyncio.Lock()
+
+    def _open_samples(self) -> Iterator[str]:
+        """Yields the keys of the samples. Raises InputError for a file with other columns than ours."""
+        for number, line in enumerate(open_lines(self._samples), 1):
+            check_columns(f"{self._samples}:{number}", line.keys())
+            yield line["key"]
 
     def contains(self, session: str) -> bool:
         return session in self._sessions
@@ -132,24 +144,14 @@ class JsonlSink:
 
     def _write(self, result: SessionResult) -> None:
         if self._has_samples:
-            rows = [
-                (key, sample)
-                for key, sample in zip(result.sample_keys, result.samples, strict=True)
-                if key not in self._keys
-            ]
-            lines = [self._sample_line(result, key, sample) for key, sample in rows]
-            append_lines(self._samples, lines)
-            self._keys.update(key for key, _ in rows)
+            rows = [row for row in check_rows(result) if row.origin.key not in self._keys]
+            append_lines(self._samples, [row_to_json(row, self._written_digests) for row in rows])
+            self._keys.update(result.sample_keys)
         append_lines(self._trajectories, [result.line])
         self._sessions.add(result.session)
         self.stats.add(result.line)
         if time.monotonic() - self._stats_written_at > _STATS_INTERVAL_S:
             self._write_stats()
-
-    def _sample_line(self, result: SessionResult, key: str, sample: Sample) -> dict[str, Any]:
-        task = result.job.task
-        fields = {"key": key, "uid": task.uid, "group": task.uid, "agent_name": task.agent_name}
-        return {**fields, **sample_to_json(sample, self._written_digests)}
 
     async def end_prompt(self, task: RolloutTask, status: PromptStatus) -> None:
         pass
@@ -173,16 +175,15 @@ class ParquetSink:
 
     def __init__(self, folder: Path, *, rows_per_file: int = 1000) -> None:
         # Imported late: it needs a package of the `parquet` extra.
-        from branchline.export.parquet import read_sessions, write_parquet
+        from branchline.export.parquet import open_part, write_parquet
 
-        if rows_per_file < 1:
-            raise InputError(f"rows_per_file: got {rows_per_file}, expected 1 or more")
+        check_count("rows_per_file", rows_per_file)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._rows_per_file, self._write_parquet = folder, rows_per_file, write_parquet
         files = sorted(folder.glob("part-*.parquet"))
-        self._sessions = {session for file in files for session in read_sessions(file)}
+        self._sessions = {session for file in files for session in open_part(file)}
         self._next_part = 1 + max((int(file.stem.removeprefix("part-")) for file in files), default=-1)
-        self._buffer: dict[str, tuple[Sample, ...]] = {}
+        self._buffer: dict[str, list[SampleRow]] = {}
         self._lock = asyncio.Lock()
 
     def contains(self, session: str) -> bool:
@@ -193,12 +194,12 @@ class ParquetSink:
             if not result.samples or result.session in self._sessions:
                 self._sessions.add(result.session)
                 return
-            self._buffer[result.session] = result.samples
+            self._buffer[result.session] = check_rows(result)
             if sum(map(len, self._buffer.values())) >= self._rows_per_file:
                 await self._flush()
 
     async def _flush(self) -> None:
-        sessions, rows = list(self._buffer), [sample for rows in self._buffer.values() for sample in rows]
+        sessions, rows = list(self._buffer), [row for rows in self._buffer.values() for row in rows]
         path = self._folder / f"part-{self._next_part:05}.parquet"
         await finish_despite_cancel(asyncio.to_thread(self._write_parquet, rows, path))
         self._next_part += 1
@@ -212,6 +213,14 @@ class ParquetSink:
         async with self._lock:
             if self._buffer:
                 await self._flush()
+
+
+def check_rows(result: SessionResult) -> list[SampleRow]:
+    """The rows of a session. Raises SessionRefusedError if one of them would not be read back equal."""
+    try:
+        return [row.check() for row in result.rows]
+    except InputError as error:
+        raise SessionRefusedError(result.session, "not a row of a file", str(error)) from error
 
 
 def write_stats(folder: Path, stats: RolloutStats) -> None:

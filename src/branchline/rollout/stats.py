@@ -44,6 +44,8 @@ class RolloutStats:
     """Why the first session of each failed task failed."""
     rewards: list[float] = field(default_factory=list)
     """The rewards of finished sessions."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Sessions that a sink could not carry, by sink and reason. Not in the lines: counted in this process."""
     causes: dict[str, str] = field(default_factory=dict, repr=False)
     """The sessions that were added, and why each failed or was aborted; empty: it finished."""
 
@@ -109,6 +111,7 @@ class RolloutStats:
             "dropped_tokens": dict(self.dropped_tokens.most_common()),
             "forks": self.forks,
             "fork_causes": dict(self.fork_causes.most_common()),
+            **({"refused": dict(self.refused.most_common())} if self.refused else {}),
             "calls": self.calls,
             "samples": self.samples,
             "reward_mean": self.reward_mean,

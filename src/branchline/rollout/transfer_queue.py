@@ -5,6 +5,9 @@ Each sample is a row under the key `{uid}_{session}_{index}`; when all sessions 
 written: 0 where they are unknown, and the tags say where. `rollout_is_weights` has the shares, so that verl
 trains every sampled token once.
 
+A row has all columns of its task too, as JSON values. What a row cannot carry is refused for the whole
+session, by name: media, columns that are no JSON, a uid with an underscore.
+
 A writer waits while the partition has `max_rows` rows that the trainer has not cleared. Writing a key again
 replaces its row. Rows that the trainer has taken and cleared are not in the queue any more: with a `ledger`
 file, a resumed rollout knows them.
@@ -13,15 +16,19 @@ file, a resumed rollout knows them.
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from branchline.core.errors import InputError, requires_extra
+from branchline.core.errors import SessionRefusedError, requires_extra
+from branchline.core.option_checks import check_count
 from branchline.core.sample import Sample
 from branchline.export.credit import token_rewards
 from branchline.gateway.views import message_view
@@ -29,6 +36,8 @@ from branchline.rollout.session_result import SessionResult
 from branchline.rollout.sinks import append_lines, open_lines
 from branchline.rollout.stats import PromptStatus
 from branchline.rollout.tasks import RolloutTask
+
+log = logging.getLogger("branchline.rollout")
 
 _POLL_S = (0.05, 1.0)
 """How long to wait before asking again whether there is room: at first, and at most."""
@@ -44,6 +53,29 @@ TENSOR_FIELDS = (
     "rollout_log_probs",
     "rollout_is_weights",
 )
+_SESSION_FIELDS = ("uid", "session_id", "global_steps", "num_turns", "extra_fields")
+_TRAINER_FIELDS = (
+    "advantages",
+    "entropys",
+    "loss_weight",
+    "metrics",
+    "multi_modal_data",
+    "multi_modal_inputs",
+    "old_log_probs",
+    "ref_log_prob",
+    "returns",
+    "routed_experts",
+    "teacher_ids",
+    "teacher_logprobs",
+    "token_level_rewards",
+    "token_level_scores",
+    "values",
+)
+"""Fields that verl computes or reads, and that are not in our rows."""
+RESERVED_FIELDS = frozenset({*TENSOR_FIELDS, *_SESSION_FIELDS, *_TRAINER_FIELDS, "raw_prompt"})
+"""Names that a column of a task cannot have: it becomes `dataset_…`."""
+COLUMN_PREFIX = "dataset_"
+_PROMPT_COLUMNS = ("raw_prompt", "prompt", "messages")
 
 
 @dataclass(frozen=True)
@@ -57,13 +89,46 @@ class QueueRow:
 
 
 def make_rows(result: SessionResult, global_steps: int = 0) -> list[QueueRow]:
-    """Returns the rows of a session; none if it did not finish."""
+    """Returns the rows of a session; none if it did not finish.
+
+    Raises SessionRefusedError if a row cannot carry what the session or its task has.
+    """
+    if not result.samples:
+        return []
+    _check_session(result)
+    columns = _task_columns(result)
     rows: list[QueueRow] = []
     scores = token_rewards(result.samples)
     for key, sample, rewards in zip(result.sample_keys, result.samples, scores, strict=True):
-        fields = {**_token_fields(sample, rewards), **_task_fields(result, sample, global_steps)}
+        fields = {
+            **columns,
+            **_token_fields(sample, rewards),
+            "uid": result.job.task.uid,
+            "session_id": result.job.slot,
+            "global_steps": global_steps,
+            # A prompt and its answer are two turns.
+            "num_turns": 2 * len(sample.answers),
+            "extra_fields": _extra_fields(result, sample, global_steps),
+        }
         rows.append(QueueRow(key, fields, _row_tag(result, sample, global_steps)))
     return rows
+
+
+def _check_session(result: SessionResult) -> None:
+    uid = result.job.task.uid
+    if "_" in uid:
+        raise SessionRefusedError(
+            result.session, "uid", f"uid: got {uid!r}, expected no underscore: verl splits keys at it"
+        )
+    for key, sample in zip(result.sample_keys, result.samples, strict=True):
+        if sample.media:
+            kinds = ", ".join(sorted({media.kind for media in sample.media}))
+            raise SessionRefusedError(
+                result.session,
+                "media",
+                f"sample {key}: got {len(sample.media)} media ({kinds}), expected none: rows of "
+                "TransferQueue carry no media yet; use a JsonlSink or a ParquetSink, or tasks without media",
+            )
 
 
 def _token_fields(sample: Sample, rewards: Any) -> dict[str, Any]:
@@ -83,47 +148,92 @@ def _token_fields(sample: Sample, rewards: Any) -> dict[str, Any]:
     }
 
 
-def _task_fields(result: SessionResult, sample: Sample, global_steps: int) -> dict[str, Any]:
-    task, row = result.job.task, result.job.task.row
-    extra_info = dict(row.get("extra_info") or {})
-    if sample.reward_extras:
-        extra_info["reward_extras"] = sample.reward_extras
+def _task_columns(result: SessionResult) -> dict[str, Any]:
+    """Returns the columns of the task's row, under verl's names where it has them."""
+    task, row = result.job.task, _copy_row(result)
+    source, raw_prompt = _raw_prompt(result, row)
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == source or (name == "uid" and str(value) == task.uid):
+            continue
+        if name in RESERVED_FIELDS:
+            if COLUMN_PREFIX + name in row:
+                raise _refuse_columns(
+                    result,
+                    f"got {name!r} and {COLUMN_PREFIX + name!r}, expected one of them: {name!r} is a "
+                    f"field of verl's rows, so the column is written as {COLUMN_PREFIX + name!r}",
+                )
+            name = COLUMN_PREFIX + name
+        columns[name] = value
+    extra_info = columns.get("extra_info")
+    if "index" not in columns and isinstance(extra_info, dict) and "index" in extra_info:
+        columns["index"] = extra_info["index"]
+    defaults = {"data_source": "", "reward_model": {}, "extra_info": {}}
+    columns |= {name: value for name, value in defaults.items() if columns.get(name) is None}
+    return {**columns, "raw_prompt": raw_prompt, "agent_name": task.agent_name}
+
+
+def _copy_row(result: SessionResult) -> dict[str, Any]:
+    """Returns a copy of the task's row. Raises SessionRefusedError unless it is an object of JSON values."""
+    row = result.job.task.row
+    if not isinstance(row, Mapping):
+        raise _refuse_columns(result, f"got a {type(row).__name__}, expected an object")
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise _refuse_columns(result, f"got the name {name!r}, expected a text")
+        try:
+            msgspec.json.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise _refuse_columns(result, f"{name}: {error}, expected a JSON value") from error
+    return copy.deepcopy(dict(row))
+
+
+def _refuse_columns(result: SessionResult, problem: str) -> SessionRefusedError:
+    return SessionRefusedError(result.session, "columns", f"columns of task {result.job.task.uid}: {problem}")
+
+
+def _raw_prompt(result: SessionResult, row: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the messages before the first answer, as the row has them or as the agent sent them, and the
+    column that they are from."""
+    for name in _PROMPT_COLUMNS:
+        if isinstance(row.get(name), list):
+            messages: list[dict[str, Any]] = row[name]
+            return name, messages
+    history = result.trajectory.history
+    if history is None or not history.sampled:
+        return "", []
+    return "", [message_view(message) for message in history.messages[: history.sampled[0]]]
+
+
+def _extra_fields(result: SessionResult, sample: Sample, global_steps: int) -> dict[str, Any]:
+    """Returns what verl's agent loops put into `extra_fields`."""
+    first, last = _policy_versions(sample, global_steps)
+    extras = msgspec.json.decode(sample.reward_extras) if sample.reward_extras else {}
+    turns = [one for one in result.rewards if "turn" in one or "call" in one]
     return {
-        "uid": task.uid,
-        "raw_prompt": _raw_prompt(result),
-        "data_source": row.get("data_source", ""),
-        "reward_model": row.get("reward_model") or {},
-        "extra_info": extra_info,
-        "agent_name": task.agent_name,
-        "session_id": result.job.slot,
-        "global_steps": global_steps,
-        # A prompt and its answer are two turns.
-        "num_turns": 2 * len(sample.answers),
+        "reward_extra_info": extras,
+        "turn_scores": [one["score"] for one in turns if "tool" not in one],
+        "tool_rewards": [one["score"] for one in turns if "tool" in one],
+        "min_global_steps": first,
+        "max_global_steps": last,
     }
 
 
-def _raw_prompt(result: SessionResult) -> list[dict[str, Any]]:
-    """Returns the messages before the first answer, as the row has them or as the agent sent them."""
-    for name in ("raw_prompt", "prompt", "messages"):
-        if isinstance(result.job.task.row.get(name), list):
-            messages: list[dict[str, Any]] = result.job.task.row[name]
-            return messages
-    history = result.trajectory.history
-    if history is None or not history.sampled:
-        return []
-    return [message_view(message) for message in history.messages[: history.sampled[0]]]
+def _policy_versions(sample: Sample, global_steps: int) -> tuple[int, int]:
+    versions = sample.response_versions[sample.response_mask != 0]
+    return (int(versions.min()), int(versions.max())) if len(versions) else (global_steps, global_steps)
 
 
 def _row_tag(result: SessionResult, sample: Sample, global_steps: int) -> dict[str, Any]:
-    versions = sample.response_versions[sample.response_mask != 0]
+    first, last = _policy_versions(sample, global_steps)
     return {
         "is_prompt": False,
         "status": "success",
         "uid": result.job.task.uid,
         "session": result.session,
         "global_steps": global_steps,
-        "min_global_steps": int(versions.min()) if len(versions) else global_steps,
-        "max_global_steps": int(versions.max()) if len(versions) else global_steps,
+        "min_global_steps": first,
+        "max_global_steps": last,
         "prompt_len": len(sample.prompt_ids),
         "response_len": len(sample.response_ids),
         "seq_len": len(sample),
@@ -146,8 +256,8 @@ class TransferQueueSink:
     ) -> None:
         """`global_steps` is the trainer's step that the rows are for; it may be changed between rollouts.
         `queue` replaces the module `transfer_queue`."""
-        if max_rows is not None and max_rows < 1:
-            raise InputError(f"max_rows: got {max_rows}, expected 1 or more, or None")
+        if max_rows is not None:
+            check_count("max_rows", max_rows)
         if queue is None:
             with requires_extra("transferqueue"):
                 queue = importlib.import_module("transfer_queue")
@@ -156,8 +266,14 @@ class TransferQueueSink:
         self.global_steps = global_steps
         self._max_rows = max_rows
         self._ledger = ledger
-        known = [line["session"] for line in open_lines(ledger)] if ledger is not None else []
-        self._sessions = {*known, *(tag["session"] for tag in self._tags() if "session" in tag)}
+        lines = list(open_lines(ledger)) if ledger is not None else []
+        tags = [tag for tag in self._tags() if "session" in tag]
+        self._sessions = {line["session"] for line in (*lines, *tags)}
+        self._tasks_with_rows = {line["uid"] for line in lines if line.get("rows")} | {
+            tag["uid"] for tag in tags
+        }
+        self._has_unknown_rows = any("rows" not in line for line in lines)
+        """Whether an older version wrote the ledger, which did not count rows."""
         self._lock = asyncio.Lock()
 
     def contains(self, session: str) -> bool:
@@ -172,10 +288,17 @@ class TransferQueueSink:
                 await self._wait_for_room(len(rows))
                 await asyncio.to_thread(self._put, rows)
             if self._ledger is not None:
-                append_lines(self._ledger, [{"session": result.session}])
+                line = {"session": result.session, "uid": result.job.task.uid, "rows": len(rows)}
+                append_lines(self._ledger, [line])
             self._sessions.add(result.session)
+            if rows:
+                self._tasks_with_rows.add(result.job.task.uid)
 
     async def end_prompt(self, task: RolloutTask, status: PromptStatus) -> None:
+        """Writes the status of a task; one without any row is a failure here, whatever its sessions are."""
+        if status == "finished" and not self._has_unknown_rows and task.uid not in self._tasks_with_rows:
+            log.error("task %s: no row was written, so its status in the queue is failure", task.uid)
+            status = "failure"
         tag = {"is_prompt": True, "status": status, "uid": task.uid, "global_steps": self.global_steps}
         await asyncio.to_thread(
             self._queue.kv_put, key=task.uid, partition_id=self._partition, fields=None, tag=tag
