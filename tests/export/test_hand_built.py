@@ -385,6 +385,24 @@ def test_a_bare_choice_gets_the_prompt_that_the_same_answer_has_in_another_histo
     assert set(sample.shares.tolist()) == {1.0}
 
 
+@pytest.mark.parametrize("level", [*LEVELS, "no logprobs"])
+def test_the_same_response_is_one_answer_however_much_each_history_kept_of_it(level: str) -> None:
+    _, (first, _) = thinking_session()
+    kept = forget(first, level)
+    if level == "no logprobs":
+        del kept["choices"][0]["logprobs"]
+    question = user("What is 2+2?")
+    for one, other in ((first, kept), (kept, first)):
+        (sample,) = Trajectory(
+            messages_and_choices=[question, one],
+            additional_histories=[History(messages_and_choices=[question, other])],
+            codec=STRIPPING,
+            policy=ALL,
+        ).samples
+        assert (sample.exact, sample.missing_logprobs, set(sample.shares.tolist())) == (True, 0, {1.0})
+        assert sample.prompt_ids.tolist() == first["prompt_token_ids"]
+
+
 def test_equal_answers_of_two_responses_are_two_answers() -> None:
     _, (first, _) = thinking_session()
     question = user("What is 2+2?")
@@ -397,6 +415,9 @@ def test_equal_answers_of_two_responses_are_two_answers() -> None:
 
     assert shares(first, first) == 1
     assert shares(first, {**first, "id": "another"}) == 2
+    other_logprobs = copy.deepcopy(first)
+    other_logprobs["choices"][0]["logprobs"]["content"][0]["logprob"] = -9.0
+    assert shares({**first, "id": ""}, {**other_logprobs, "id": ""}) == 2
     bare = {**first["choices"][0], "prompt_token_ids": first["prompt_token_ids"]}
     assert shares(first, bare, first) == 1
     assert shares(bare, {**bare, "index": 1}) == 2

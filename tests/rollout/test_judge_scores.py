@@ -40,6 +40,7 @@ def scores_of(answer: object, count: int = 2) -> list[float | None]:
         f'As ["quoted below]: {answer_of(0.25, 1)}',
         f"{answer_of(0.25, 1)} which is {answer_of(0.25, 1)}",
         f"Perhaps {answer_of(1, 0)}? No.</think>{answer_of(0.25, 1)}",
+        f'{{"scores": [{{"trajectory_id": "1"</think>{answer_of(0.25, 1)}',
         f"\ufeff\x1b[1m{answer_of(0.25, 1)}\x1b[0m \ud83d",
     ],
 )
@@ -67,6 +68,12 @@ def test_the_json_with_the_known_ids_is_the_answer(answer: str) -> None:
         (answer_of(0, 1) + answer_of(1, 0), "two different answers"),
         (answer_of(0, 1) + answer_of(0, "1"), "two different answers"),
         ("[[[[", "expected one JSON object"),
+        (
+            '{"scores": [{"trajectory_id": "1", "explanation": "it says {"1": 1, "2": 0}", "score": 0}]}',
+            'got "scores": outside of valid JSON',
+        ),
+        ('{"1": 0 (it says {"1": 1, "2": 0}), "2": 1}', 'got "1": outside of valid JSON'),
+        (answer_of(0.5, 1) + answer_of(0.5, 1)[:30], 'got "scores": outside of valid JSON'),
         (" " * (MAX_ANSWER_CHARS + 1), "got 1,000,001 characters"),
     ],
 )

@@ -42,9 +42,7 @@ class _Answer:
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        logprobs = b"" if self.logprobs is None else self.logprobs.tobytes()
-        message = self.choice.output.message
-        return self.prompt_ids.tobytes(), self.ids.tobytes(), logprobs, message.key
+        return self.prompt_ids.tobytes(), self.ids.tobytes(), self.choice.output.message.key
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def build_tree(
     ]
     if codec is not None and codec.vocab_size is not None:
         _check_vocabulary(placed, codec.vocab_size)
-    placed = _with_known_prompts(placed)
+    placed = _with_known_ids(placed)
     missing = next(((place, choice) for place, choice in placed if not choice.is_exact), None)
     if missing is not None and codec is None:
         name = "token_ids" if missing[1].output.ids is None else "prompt_token_ids"
@@ -125,30 +123,33 @@ def _check_vocabulary(placed: Sequence[tuple[str, SampledChoice]], vocab_size: i
                 raise MessageError(f"{place}.{name}", int(ids.max()), f"ids below {vocab_size}, the codec's")
 
 
-def _with_known_prompts(placed: Sequence[tuple[str, SampledChoice]]) -> list[tuple[str, SampledChoice]]:
-    """Fills in the ids of a prompt that the same answer has in another history."""
-    if all(choice.is_exact for _, choice in placed):
+def _with_known_ids(placed: Sequence[tuple[str, SampledChoice]]) -> list[tuple[str, SampledChoice]]:
+    """Fills in what is not known of a choice and is known of the same choice in another history: one with the
+    same conversation and answer, whose ids are the same, or whose response is."""
+    if all(choice.is_exact and choice.output.logprobs is not None for _, choice in placed):
         return list(placed)
 
-    def identity(choice: SampledChoice) -> tuple[object, ...] | None:
-        output, request = choice.output, choice.request
-        if output.ids is None:
-            return None
-        logprobs = b"" if output.logprobs is None else output.logprobs.tobytes()
-        return request.message_keys, request.prompt_config_digest, output.ids.tobytes(), logprobs
+    def conversation(choice: SampledChoice) -> tuple[bytes, bytes, bytes]:
+        request = choice.request
+        return request.message_keys, request.prompt_config_digest, choice.output.message.key
 
-    known: dict[tuple[object, ...] | None, list[SampledChoice]] = {}
+    known: dict[tuple[bytes, bytes, bytes], list[SampledChoice]] = {}
     for _, choice in placed:
         if choice.is_exact:
-            known.setdefault(identity(choice), []).append(choice)
+            known.setdefault(conversation(choice), []).append(choice)
 
-    def with_prompt(choice: SampledChoice) -> SampledChoice:
-        if choice.prompt_ids is not None or choice.output.ids is None:
-            return choice
-        same = next((other for other in known.get(identity(choice), ()) if choice.may_be(other)), None)
-        return choice if same is None else replace(choice, prompt_ids=same.prompt_ids)
+    def filled(choice: SampledChoice) -> SampledChoice:
+        for other in known.get(conversation(choice), ()):
+            is_named = bool(choice.response_id) and choice.response_id == other.response_id
+            if (is_named or choice.output.ids is not None) and choice.may_be(other):
+                prompt_ids = other.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+                output = choice.output
+                if output.ids is None or output.logprobs is None:
+                    output = replace(output, ids=other.output.ids, logprobs=other.output.logprobs)
+                return replace(choice, prompt_ids=prompt_ids, output=output)
+        return choice
 
-    return [(place, with_prompt(choice)) for place, choice in placed]
+    return [(place, filled(choice)) for place, choice in placed]
 
 
 def _exact_answer(place: str, choice: SampledChoice) -> _Answer:
@@ -180,11 +181,16 @@ def _distinct(answers: Sequence[_Answer]) -> tuple[list[_Answer], list[int]]:
             same.append(found)
             kept.append(answer)
         else:
-            one, other = sorted((kept[found], answer), key=lambda entry: not entry.choice.is_exact)
+            one, other = sorted((kept[found], answer), key=_unknown)
             response_id = one.choice.response_id or other.choice.response_id
             kept[found] = replace(one, choice=replace(one.choice, response_id=response_id))
         position_of.append(found)
     return kept, position_of
+
+
+def _unknown(answer: _Answer) -> tuple[bool, bool, bool]:
+    """Returns what is not known of an answer; the one with less is kept."""
+    return not answer.choice.is_exact, answer.choice.output.ids is None, answer.logprobs is None
 
 
 # -- what a codec adds ---------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+
 from branchline.core.call import Request, read_tools
 from branchline.core.errors import InputError, MessageError
 from branchline.core.message import Message
@@ -44,9 +46,17 @@ class SampledChoice:
     """Its number in a response with several choices."""
 
     def may_be(self, other: SampledChoice) -> bool:
-        """Whether what the server said allows that both are one choice."""
-        return not (self.response_id and other.response_id and self.response_id != other.response_id) and (
-            self.choice_index is None or other.choice_index in (None, self.choice_index)
+        """Whether what the server said of both allows that they are one choice."""
+        mine, theirs = self.output, other.output
+        return (
+            self.response_id in ("", other.response_id or self.response_id)
+            and (self.choice_index is None or other.choice_index in (None, self.choice_index))
+            and (mine.ids is None or theirs.ids is None or np.array_equal(mine.ids, theirs.ids))
+            and (
+                mine.logprobs is None
+                or theirs.logprobs is None
+                or np.array_equal(mine.logprobs, theirs.logprobs, equal_nan=True)
+            )
         )
 
     @property

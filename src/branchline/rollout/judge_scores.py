@@ -2,8 +2,9 @@
 
 The answer is the one JSON value of the text that has exactly the known ids, each once: a list of objects with
 `trajectory_id` and `score`, or an object from ids to scores, by itself or under `scores`. Text and other JSON
-around it are ignored, and so is everything before a `</think>`. No such value, or two that differ, is an
-error of the whole answer; a score that is no number from 0 to 1 is an error of its trajectory alone.
+around it are ignored, and so is everything before a `</think>`. No such value, two that differ, or parts of
+another one that is no valid JSON, is an error of the whole answer: what a broken answer quotes is not read.
+A score that is no number from 0 to 1 is an error of its trajectory alone.
 
     read_scores('Notes [0, 1]. {"scores": [{"trajectory_id": "1", "score": 0.5}]}', 1)
 
@@ -25,6 +26,7 @@ MAX_DEPTH = 64
 """Values nested deeper are not read as JSON."""
 _EXPECTED = "expected one JSON object with a score from 0 to 1 for each trajectory"
 _ID_KEY, _SCORE_KEY, _SCORES_KEY = "trajectory_id", "score", "scores"
+_ANSWER_KEY = re.compile(r'"(?:trajectory_id|scores?|\d{1,6})"\s*:')
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,11 @@ def read_scores(answer: object, count: int) -> tuple[list[Judgement], str]:
     known = [str(number) for number in range(1, count + 1)]
     incomplete = ""
     found: list[Judgement] | None = None
-    for value in find_json(answer, answer.rfind("</think>")):
+    begin = max(answer.rfind("</think>"), 0)
+    spans = [span for span in json_spans(answer) if span[1] > begin]
+    if broken := _key_outside(answer, begin, spans):
+        return _no_scores(f"got {broken} outside of valid JSON, {_EXPECTED}", count)
+    for value in (_decode(answer[start:end]) for start, end in spans):
         entries = _score_entries(value)
         if not entries:
             continue
@@ -91,6 +97,18 @@ def read_score(scores: Sequence[Any]) -> Judgement:
 
 def _no_scores(problem: str, count: int) -> tuple[list[Judgement], str]:
     return [Judgement(None, problem)] * count, problem
+
+
+def _key_outside(answer: str, begin: int, spans: Sequence[tuple[int, int]]) -> str:
+    """Returns a key that only an answer has, if it stands outside of every JSON value."""
+    for start, end in zip(
+        (begin, *(end for _, end in spans)), (*(start for start, _ in spans), None), strict=True
+    ):
+        if end is None or start < end:
+            match = _ANSWER_KEY.search(answer, start, len(answer) if end is None else end)
+            if match is not None:
+                return match[0]
+    return ""
 
 
 def _score_entries(value: Any) -> list[tuple[str, list[Any]]]:
@@ -129,9 +147,14 @@ _SCALAR = re.compile(r"-?(?:0|[1-9]\d*+)(?:\.\d++)?(?:[eE][+-]?\d++)?|true|false
 _EXACT_DIGITS = 18
 
 
-def find_json(text: str, start: int = 0) -> Iterator[Any]:
-    """Yields the JSON objects and lists of a text that end after `start`, without those that are parts of
-    another one. An object is a tuple of its fields.
+def find_json(text: str) -> Iterator[Any]:
+    """Yields the JSON objects and lists of a text, without those that are parts of another one. An object is
+    a tuple of its fields."""
+    return (_decode(text[start:end]) for start, end in json_spans(text))
+
+
+def json_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yields where the JSON objects and lists of a text begin and end.
 
     Brackets are read from the last to the first: a value inside another is known when the outer one is read,
     so that each part of the text is read a bounded number of times.
@@ -150,8 +173,11 @@ def find_json(text: str, start: int = 0) -> Iterator[Any]:
         if position in ends:
             end, _ = ends[position]
             index = bisect_left(brackets, end)
-            if end > start:
-                yield json.loads(text[position:end], object_pairs_hook=_Object, parse_int=_read_int)
+            yield position, end
+
+
+def _decode(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_Object, parse_int=_read_int)
 
 
 def _read_int(digits: str) -> float:
