@@ -83,6 +83,7 @@ async def run_tasks(
             config=RolloutConfig(n=N, concurrency=3),
             resume=resume,
             stats=stats,
+            run_id=opened.run_id,
         )
         return await rollout.run(TASKS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import http.client
 import socket
 import ssl
@@ -97,6 +98,13 @@ class BadServer:
 def server(request: pytest.FixtureRequest) -> Iterator[BadServer]:
     with closing(BadServer(request.param)) as bad:
         yield bad
+
+
+@pytest.fixture(autouse=True)
+def _sockets_of_clients() -> Iterator[None]:
+    """Closes what clients left open here, and not in a later test."""
+    yield
+    gc.collect()
 
 
 def _with_httpx(url: str) -> None:

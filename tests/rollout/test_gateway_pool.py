@@ -92,9 +92,8 @@ def test_a_rollout_over_two_gateways_gives_what_one_gateway_gives() -> None:
         for is_pooled in (False, True):
             sink = MemorySink()
             async with two_gateways() as (pool, gateways), scripted_gateway(answer_last_line) as alone:
-                rollout = Rollout(
-                    pool if is_pooled else alone, agent, sinks=[sink], config=RolloutConfig(n=3)
-                )
+                gateway, config = pool if is_pooled else alone, RolloutConfig(n=3)
+                rollout = Rollout(gateway, agent, sinks=[sink], config=config, run_id="r")
                 stats = await rollout.run(TASKS)
                 assert all(not len(gateway.sessions) for gateway in (*gateways.values(), alone))
                 assert set(pool.session_counts.values()) == {0}
@@ -176,13 +175,13 @@ def test_sessions_of_a_lost_gateway_are_aborted_and_run_again_at_another() -> No
                     await stopped.wait()
                 return 1.0
 
-            stats = await Rollout(pool, agent, sinks=[sink]).run(TASKS)
+            stats = await Rollout(pool, agent, sinks=[sink], run_id="r").run(TASKS)
             assert pool.urls == [url for url in gateways if url != lost_url]
         found = {result.session: (result.status, str(result.end.cause or "")) for result in sink.results}
         lost = {session for session, end in found.items() if end == ("aborted", "node_lost")}
         assert len(lost) == 2
         assert {session: end for session, end in found.items() if session not in lost} == {
-            **{f"{index}-0": ("finished", "") for index in range(4) if f"{index}-0" not in lost},
+            **{f"r-{index}-0": ("finished", "") for index in range(4) if f"r-{index}-0" not in lost},
             **{f"{session}-r1": ("finished", "") for session in lost},
         }
         assert stats.prompts == {task["id"]: "finished" for task in TASKS}
@@ -207,10 +206,10 @@ def test_sessions_that_a_restarted_gateway_does_not_have_are_run_again() -> None
                     restarted.set()
                 return 1.0
 
-            stats = await Rollout(pool, agent, sinks=[sink]).run(TASKS[:1])
+            stats = await Rollout(pool, agent, sinks=[sink], run_id="r").run(TASKS[:1])
             assert len(pool.urls) == 2, "the gateway itself is not lost"
         found = {result.session: (result.status, str(result.end.cause or "")) for result in sink.results}
-        assert found == {"0-0": ("aborted", "node_lost"), "0-0-r1": ("finished", "")}
+        assert found == {"r-0-0": ("aborted", "node_lost"), "r-0-0-r1": ("finished", "")}
         assert stats.sessions == 2
 
     run(test)
@@ -277,9 +276,9 @@ def test_a_session_that_its_agent_ended_is_not_ended_again() -> None:
                 else:
                     await session.finalize()
 
-            await Rollout(pool, agent, sinks=[sink]).run(TASKS[:2])
+            await Rollout(pool, agent, sinks=[sink], run_id="r").run(TASKS[:2])
         found = {result.session: (result.status, result.end.error) for result in sink.results}
-        assert found == {"0-0": ("aborted", "no"), "1-0": ("finished", "")}
+        assert found == {"r-0-0": ("aborted", "no"), "r-1-0": ("finished", "")}
 
     run(test)
 

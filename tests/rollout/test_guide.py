@@ -17,7 +17,7 @@ def test_the_python_of_the_guide_is_one_program(capsys: pytest.CaptureFixture[st
     exec(compile(program, "rollouts.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "4 1.0"
-    assert sorted(printed[1:]) == [f"a-{slot} finished 1.0 1" for slot in range(4)]
+    assert sorted(printed[1:]) == [f"first-a-{slot} finished 1.0 1" for slot in range(4)]
 
 
 def test_the_table_names_every_cause() -> None:

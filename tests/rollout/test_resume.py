@@ -29,7 +29,8 @@ def kill_at(folder: Path, spec: str, *arguments: str) -> None:
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
 
-@pytest.mark.parametrize(("point", "judged"), [*((point, False) for point in POINTS), ("scoring", True)])
+@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("point", POINTS)
 def test_a_killed_rollout_continues_and_loses_and_repeats_nothing(
     tmp_path: Path, point: str, judged: bool
 ) -> None:
@@ -51,15 +52,18 @@ def test_a_killed_rollout_continues_and_loses_and_repeats_nothing(
     assert {line["cause"] for line in lines if line["status"] != "finished"} <= {"interrupted"}
     for line in finished:
         assert line["reward"] is not None
-        if not judged:
-            assert line["reward"] == float(line["uid"])
+        assert line["reward"] in ((0.25, 0.75) if judged else (float(line["uid"]),))
+    if judged:
+        rewards = Counter(line["reward"] for line in finished)
+        assert rewards == {0.25: len(TASKS), 0.75: len(TASKS)}, "sessions are judged beside their whole group"
     for text in (tmp_path / "acknowledged").read_text().splitlines():
         session, answer = json.loads(text)
         histories = by_session[session]["histories"]
         texts = [message["content"] for history in histories for message in history["messages"]]
         assert answer in texts, "no answer that an agent received is missing"
     keys = [line["key"] for line in read_lines(tmp_path / "samples.jsonl")]
-    assert sorted(keys) == sorted(f"{line['uid']}_{line['slot']}_0" for line in finished)
+    assert sorted(keys) == sorted(f"{line['group']}_{line['slot']}_0" for line in finished)
+    assert {line["run"] for line in lines} == {json.loads((tmp_path / "run.json").read_text())["run"]}
     samples = list(read_jsonl(tmp_path / "samples.jsonl"))
     rows = [row for file in sorted((tmp_path / "samples").glob("*.parquet")) for row in read_parquet(file)]
     for one in (samples, rows):
@@ -84,9 +88,9 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, tasks, 2, resume=True)
     with pytest.raises(InputError, match="has a run; continue it with --resume"):
         RunFolder.create(tmp_path, tasks, 2)
-    with pytest.raises(InputError, match="n: got 3, expected 2, as in"):
+    with pytest.raises(InputError, match="n: this run has 2, got 3; expected those of"):
         RunFolder.create(tmp_path, tasks, 3, resume=True)
-    with pytest.raises(InputError, match="tasks: got 3, expected 4"):
+    with pytest.raises(InputError, match="tasks: this run has 4, got 3"):
         RunFolder.create(tmp_path, tasks[:3], 2, resume=True)
     changed = [*TASKS[:3], {"id": "3", "prompt": "another"}]
     with pytest.raises(InputError, match="tasks_digest"):

@@ -32,17 +32,19 @@ def test_every_session_of_every_task_is_run_and_rewarded() -> None:
         sink = MemorySink()
         async with scripted_gateway() as gateway:
             stats = await Rollout(
-                gateway, answer, reward=reward, sinks=[sink], config=RolloutConfig(n=3)
+                gateway, answer, reward=reward, sinks=[sink], config=RolloutConfig(n=3), run_id="r"
             ).run(TASKS)
             assert len(gateway.sessions) == 0, "ended sessions are released"
-        assert {result.session for result in sink.results} == {f"{t}-{n}" for t in range(4) for n in range(3)}
+        assert {result.session for result in sink.results} == {
+            f"r-{task}-{slot}" for task in range(4) for slot in range(3)
+        }
         assert stats.sessions == stats.finished == 12
         assert stats.sampled_tokens == stats.delivered_tokens > 0
         for result in sink.results:
             assert result.reward == float(result.job.task.uid)
             assert result.rewards == [{"score": result.reward, "extras": {"length": 2}}]
             assert [sample.reward for sample in result.samples] == [result.reward]
-            assert result.sample_keys == [f"{result.job.task.uid}_{result.job.slot}_0"]
+            assert result.sample_keys == [f"r-{result.job.task.uid}_{result.job.slot}_0"]
 
     run(test)
 
@@ -57,6 +59,7 @@ def test_concurrency_is_capped_globally_and_for_each_runner() -> None:
             for key in (name, "all"):
                 running[key] += 1
                 most[key] = max(most[key], running[key])
+            await ask_once(task, session)
             await asyncio.sleep(0.01)
             for key in (name, "all"):
                 running[key] -= 1
@@ -81,18 +84,19 @@ def test_a_cause_with_retries_is_run_again_in_a_new_session() -> None:
                 raise ConnectionError("reset")
             if task["id"] == "1" and session.id.endswith("r1"):
                 raise ValueError("not retried")
-            return 1.0
+            return await ask_once(task, session)
 
         sink = MemorySink()
         async with scripted_gateway() as gateway:
             config = RolloutConfig(retries={"connection": 2})
-            stats = await Rollout(gateway, flaky, sinks=[sink], config=config).run(TASKS[:2])
+            rollout = Rollout(gateway, flaky, sinks=[sink], config=config, run_id="r")
+            stats = await rollout.run(TASKS[:2])
         found = {result.session: (result.status, str(result.end.cause or "")) for result in sink.results}
         assert found == {
-            "0-0": ("failed", "connection"),
-            "0-0-r1": ("finished", ""),
-            "1-0": ("failed", "connection"),
-            "1-0-r1": ("failed", "runner_error"),
+            "r-0-0": ("failed", "connection"),
+            "r-0-0-r1": ("finished", ""),
+            "r-1-0": ("failed", "connection"),
+            "r-1-0-r1": ("failed", "runner_error"),
         }
         assert stats.prompts == {"0": "finished", "1": "failure"}
 
@@ -136,7 +140,7 @@ def test_a_rollout_stops_when_enough_tasks_are_finished() -> None:
         async def work(task: Mapping[str, Any], session: Any) -> float:
             if task["id"] in ("1", "3"):
                 await never.wait()
-            return 1.0
+            return await ask_once(task, session)
 
         async with scripted_gateway() as gateway:
             stats = await Rollout(gateway, work, config=RolloutConfig(stop_after=2)).run(TASKS)
@@ -194,7 +198,7 @@ def test_cancelling_a_rollout_ends_and_writes_every_session(tmp_path: Path) -> N
             return 1.0
 
         async with scripted_gateway() as gateway:
-            rollout = Rollout(gateway, work, sinks=[JsonlSink(tmp_path)])
+            rollout = Rollout(gateway, work, sinks=[JsonlSink(tmp_path)], run_id="r")
             task = asyncio.create_task(rollout.run(TASKS))
             await started.wait()
             task.cancel()
@@ -203,7 +207,7 @@ def test_cancelling_a_rollout_ends_and_writes_every_session(tmp_path: Path) -> N
         lines = list(read_lines(tmp_path / "trajectories.jsonl"))
         statuses = {line["session"]: (line["status"], line["cause"]) for line in lines}
         assert len(lines) == len(statuses) == 4
-        assert statuses.pop("0-0") in (("finished", ""), ("aborted", "interrupted"))
+        assert statuses.pop("r-0-0") in (("finished", ""), ("aborted", "interrupted"))
         assert set(statuses.values()) == {("aborted", "interrupted")}
         assert all(line["histories"] for line in lines), "what was sampled is kept"
         assert json.loads((tmp_path / "stats.json").read_text())["sessions"] == 4
@@ -237,7 +241,7 @@ def test_a_full_sink_holds_the_rollout_back() -> None:
 
         async def work(task: Mapping[str, Any], session: Any) -> float:
             started.append(session.id)
-            return 1.0
+            return await ask_once(task, session)
 
         sink = MemorySink(max_pending=1)
         async with scripted_gateway() as gateway:

@@ -65,13 +65,14 @@ def test_a_command_gets_the_session_and_the_task_and_no_keys_of_ours(
     monkeypatch.setenv("OPENAI_API_KEY", "of the user")
     task = {"id": "t", "prompt": [{"role": "user", "content": "hi"}], "answer": 4}
     sink = run_tasks(CommandRunner(PRINT_ENVIRONMENT, tmp_path), [task])
-    assert sink.results[0].status == "finished"
-    environment = json.loads((tmp_path / "t-0.log").read_text())
+    (result,) = sink.results
+    assert result.end.cause == "no_calls", "it ended with 0 and asked nothing"
+    environment = json.loads((tmp_path / f"{result.session}.log").read_text())
     assert json.loads(environment["BRANCHLINE_TASK"]) == task
     assert environment["BRANCHLINE_PROMPT"] == "hi"
-    assert environment["BRANCHLINE_SESSION"] == "t-0"
-    assert environment["OPENAI_BASE_URL"].endswith("/sessions/t-0/v1")
-    assert environment["ANTHROPIC_BASE_URL"].endswith("/sessions/t-0")
+    assert environment["BRANCHLINE_SESSION"] == result.session
+    assert environment["OPENAI_BASE_URL"].endswith(f"/sessions/{result.session}/v1")
+    assert environment["ANTHROPIC_BASE_URL"].endswith(f"/sessions/{result.session}")
     assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] != "of the user"
     assert "BRANCHLINE_ADMIN_KEY" not in environment
 

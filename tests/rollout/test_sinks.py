@@ -49,11 +49,11 @@ def run_into(sinks: list[Sink], **config: Any) -> MemorySink:
 
 @pytest.mark.parametrize("samples", ["jsonl", "parquet"])
 def test_files_of_a_run_say_where_each_sample_is_from(tmp_path: Path, samples: Any) -> None:
-    folder = RunFolder(tmp_path / "run")
-    sinks, _ = folder.open_sinks(samples)
+    folder = RunFolder(tmp_path / "run", samples=samples)
+    sinks, _ = folder.open_sinks()
     results = {result.session: result for result in run_into(sinks, n=2).results}
     expected = {
-        key: (sample, SampleOrigin(key, job.task.uid, job.task.uid, "coder", job.slot, job.attempt))
+        key: (sample, SampleOrigin(key, job.task.uid, job.task.group, "coder", job.slot, job.attempt))
         for result in results.values()
         for job in (result.job,)
         for key, sample in zip(result.sample_keys, result.samples, strict=True)

@@ -86,13 +86,12 @@ def test_rows_keys_and_tags_are_those_of_verl(queue: FakeQueue) -> None:
         memory = MemorySink()
         sink = TransferQueueSink(queue=queue, global_steps=3)
         async with scripted_gateway() as gateway:
-            await Rollout(
-                gateway, {"": answer, "twice": answer}, sinks=[sink, memory], config=RolloutConfig(n=2)
-            ).run(TASKS)
-        assert set(queue.tags) == {"a", "b", "a_0_0", "a_1_0", "b_0_0", "b_1_0"}
-        assert queue.tags["a"] == {"is_prompt": True, "status": "finished", "uid": "a", "global_steps": 3}
-        sample = next(one for one in memory.results if one.session == "a-1").samples[0]
-        row, tag = queue.rows["a_1_0"], queue.tags["a_1_0"]
+            agents, config = {"": answer, "twice": answer}, RolloutConfig(n=2)
+            await Rollout(gateway, agents, sinks=[sink, memory], config=config, run_id="r").run(TASKS)
+        assert set(queue.tags) == {"r-a", "r-b", "r-a_0_0", "r-a_1_0", "r-b_0_0", "r-b_1_0"}
+        assert queue.tags["r-a"] == {"is_prompt": True, "status": "finished", "uid": "r-a", "global_steps": 3}
+        sample = next(one for one in memory.results if one.session == "r-a-1").samples[0]
+        row, tag = queue.rows["r-a_1_0"], queue.tags["r-a_1_0"]
         length = len(sample)
         assert row["prompts"].tolist() == sample.prompt_ids.tolist()
         assert row["responses"].tolist() == sample.response_ids.tolist()
@@ -110,7 +109,7 @@ def test_rows_keys_and_tags_are_those_of_verl(queue: FakeQueue) -> None:
             "level": 2.5,
             "hint": None,
             "dataset_values": [1, 2],
-            "uid": "a",
+            "uid": "r-a",
             "raw_prompt": [{"role": "user", "content": "hello"}],
             "data_source": "math",
             "reward_model": {"ground_truth": "4"},
@@ -130,8 +129,8 @@ def test_rows_keys_and_tags_are_those_of_verl(queue: FakeQueue) -> None:
         assert tag == {
             "is_prompt": False,
             "status": "success",
-            "uid": "a",
-            "session": "a-1",
+            "uid": "r-a",
+            "session": "r-a-1",
             "global_steps": 3,
             "min_global_steps": 0,
             "max_global_steps": 0,
@@ -141,10 +140,10 @@ def test_rows_keys_and_tags_are_those_of_verl(queue: FakeQueue) -> None:
             "has_reward": True,
             "missing_log_probs": 0,
         }
-        assert queue.rows["b_0_0"]["raw_prompt"] == TASKS[1]["prompt"]
-        assert "prompt" not in queue.rows["b_0_0"], "it is raw_prompt"
-        assert (queue.rows["b_0_0"]["index"], queue.rows["b_0_0"]["extra_info"]) == (7, {"index": 7})
-        assert queue.rows["b_0_0"]["agent_name"] == "twice"
+        assert queue.rows["r-b_0_0"]["raw_prompt"] == TASKS[1]["prompt"]
+        assert "prompt" not in queue.rows["r-b_0_0"], "it is raw_prompt"
+        assert (queue.rows["r-b_0_0"]["index"], queue.rows["r-b_0_0"]["extra_info"]) == (7, {"index": 7})
+        assert queue.rows["r-b_0_0"]["agent_name"] == "twice"
         assert json.loads(sample.reward_extras) == {"format": 1}
 
     run(test)
@@ -180,9 +179,10 @@ def test_a_failed_task_has_no_rows_and_a_failure(queue: FakeQueue) -> None:
 
         async with scripted_gateway() as gateway:
             sink = TransferQueueSink(queue=queue)
-            await Rollout(gateway, broken, sinks=[sink], config=RolloutConfig(n=2)).run(TASKS[:1])
+            config = RolloutConfig(n=2)
+            await Rollout(gateway, broken, sinks=[sink], config=config, run_id="r").run(TASKS[:1])
         assert queue.rows == {}
-        assert queue.tags["a"]["status"] == "failure"
+        assert queue.tags["r-a"]["status"] == "failure"
 
     run(test)
 
@@ -212,13 +212,12 @@ def test_a_ledger_knows_rows_that_the_trainer_has_cleared(queue: FakeQueue, tmp_
     async def test() -> None:
         ledger = tmp_path / "ledger.jsonl"
         async with scripted_gateway(journal=tmp_path / "journal") as gateway:
-            await Rollout(gateway, answer, sinks=[TransferQueueSink(queue=queue, ledger=ledger)]).run(
-                TASKS[:1]
-            )
-            assert set(queue.rows) == {"a_0_0"}
-            queue.kv_clear(["a_0_0"])
+            sink = TransferQueueSink(queue=queue, ledger=ledger)
+            await Rollout(gateway, answer, sinks=[sink], run_id="r").run(TASKS[:1])
+            assert set(queue.rows) == {"r-a_0_0"}
+            queue.kv_clear(["r-a_0_0"])
             again = TransferQueueSink(queue=queue, ledger=ledger)
-            await Rollout(gateway, answer, sinks=[again], resume=True).run(TASKS[:1])
+            await Rollout(gateway, answer, sinks=[again], resume=True, run_id="r").run(TASKS[:1])
             assert queue.rows == {}
         assert TransferQueueSink(queue=FakeQueue()).contains("a-0") is False
 
@@ -255,8 +254,9 @@ def test_a_session_with_media_is_refused_as_a_whole_by_name_and_counted(
         config = RolloutConfig(n=2, export_policy=ExportPolicy(include_inexact=True))
         runners = {"": look, "twice": look}
         async with scripted_gateway() as gateway:
-            stats = await Rollout(gateway, runners, sinks=[sink, memory], config=config).run(TASKS)
-        assert {key.partition("_")[0] for key in queue.rows} == {"a"}
+            rollout = Rollout(gateway, runners, sinks=[sink, memory], config=config, run_id="r")
+            stats = await rollout.run(TASKS)
+        assert {key.partition("_")[0] for key in queue.rows} == {"r-a"}
         assert stats.refused == {"TransferQueueSink: media": 2}
         assert stats.to_json()["refused"] == {"TransferQueueSink: media": 2}
         assert stats.finished == len(memory.results) == 4, "the other sinks have it"
@@ -271,8 +271,8 @@ def test_a_session_with_media_is_refused_as_a_whole_by_name_and_counted(
         )
         assert str(error.value) in caplog.text
         # A task without any row is no task that a trainer can train.
-        assert (queue.tags["a"]["status"], queue.tags["b"]["status"]) == ("finished", "failure")
-        assert [json.loads(line)["uid"] for line in ledger.read_text().splitlines()] == ["a", "a"]
+        assert (queue.tags["r-a"]["status"], queue.tags["r-b"]["status"]) == ("finished", "failure")
+        assert [json.loads(line)["uid"] for line in ledger.read_text().splitlines()] == ["r-a", "r-a"]
         assert not sink.contains(refused.session)
 
     run(test)
@@ -283,11 +283,11 @@ def test_a_task_with_cleared_rows_stays_finished_after_a_resume(queue: FakeQueue
         ledger = tmp_path / "ledger.jsonl"
         async with scripted_gateway(journal=tmp_path / "journal") as gateway:
             first = TransferQueueSink(queue=queue, ledger=ledger)
-            await Rollout(gateway, answer, sinks=[first]).run(TASKS[:1])
+            await Rollout(gateway, answer, sinks=[first], run_id="r").run(TASKS[:1])
             queue.kv_clear(list(queue.tags))
             again = TransferQueueSink(queue=queue, ledger=ledger)
-            await Rollout(gateway, answer, sinks=[again], resume=True).run(TASKS[:1])
-        assert queue.tags["a"]["status"] == "finished"
+            await Rollout(gateway, answer, sinks=[again], resume=True, run_id="r").run(TASKS[:1])
+        assert queue.tags["r-a"]["status"] == "finished"
 
     run(test)
 
@@ -375,8 +375,9 @@ def test_rewards_of_turns_and_tools_are_in_extra_fields(queue: FakeQueue) -> Non
             return [{"score": 0.25, "turn": 1}, {"score": 0.75, "turn": 2}, {"score": 1.0, "format": 1}]
 
         async with scripted_gateway() as gateway:
-            await Rollout(gateway, agent, sinks=[TransferQueueSink(queue=queue)]).run(TASKS[:1])
-        extra = queue.rows["a_0_0"]["extra_fields"]
+            sink = TransferQueueSink(queue=queue)
+            await Rollout(gateway, agent, sinks=[sink], run_id="r").run(TASKS[:1])
+        extra = queue.rows["r-a_0_0"]["extra_fields"]
         assert extra["turn_scores"] == [0.25, 0.75]
         assert extra["tool_rewards"] == []
         assert extra["reward_extra_info"] == {"format": 1}

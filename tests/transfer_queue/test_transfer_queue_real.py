@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 tq = pytest.importorskip("transfer_queue")
 ray = pytest.importorskip("ray")
 
+from branchline.core.errors import InputError
 from branchline.rollout.rollout import Rollout, RolloutConfig  # noqa: E402
 from branchline.rollout.sinks import MemorySink  # noqa: E402
 from branchline.rollout.transfer_queue import TENSOR_FIELDS, TransferQueueSink, make_rows  # noqa: E402
@@ -54,13 +55,14 @@ TASKS = [
 ]
 
 
-def run_rollout(partition: str, **options: Any) -> MemorySink:
+def run_rollout(partition: str, run_id: str = "r", **options: Any) -> MemorySink:
     memory = MemorySink()
 
     async def main() -> None:
         sink = TransferQueueSink(partition, global_steps=4, **options)
         async with scripted_gateway() as gateway:
-            await Rollout(gateway, answer, sinks=[sink, memory], config=RolloutConfig(n=2)).run(TASKS)
+            config = RolloutConfig(n=2)
+            await Rollout(gateway, answer, sinks=[sink, memory], config=config, run_id=run_id).run(TASKS)
 
     asyncio.run(main())
     return memory
@@ -70,8 +72,8 @@ def test_rows_read_back_exactly() -> None:
     memory = run_rollout("train")
     listed = tq.kv_list(partition_id="train")["train"]
     expected = {row.key: row for result in memory.results for row in make_rows(result, 4)}
-    assert set(listed) == {"a", "b", "c", *expected}
-    assert [listed[name]["status"] for name in ("a", "b", "c")] == ["finished", "finished", "failure"]
+    assert set(listed) == {"r-a", "r-b", "r-c", *expected}
+    assert [listed[name]["status"] for name in ("r-a", "r-b", "r-c")] == ["finished", "finished", "failure"]
     for key, row in expected.items():
         assert {name: listed[key][name] for name in row.tag} == dict(row.tag)
     keys = sorted(expected)
@@ -107,12 +109,16 @@ def test_tasks_may_have_other_columns() -> None:
                 assert value == row.fields[name], name
 
 
-def test_a_rollout_that_is_run_again_writes_no_row_twice() -> None:
+def test_a_further_epoch_has_rows_of_its_own_and_a_run_is_not_written_twice() -> None:
     run_rollout("again")
     before = tq.kv_list(partition_id="again")["again"]
-    memory = run_rollout("again")
-    assert len(memory.results) == 6
+    with pytest.raises(InputError, match="run_id: got 'r', of which TransferQueueSink has session"):
+        run_rollout("again")
     assert tq.kv_list(partition_id="again")["again"] == before
+    run_rollout("again", "second")
+    after = tq.kv_list(partition_id="again")["again"]
+    assert len(after) == 2 * len(before)
+    assert {key: after[key] for key in before} == before
 
 
 def test_a_full_partition_holds_the_rollout_back() -> None:

@@ -190,7 +190,12 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     config = _config(options)
     engine = None if options.ray else build_router(options)
     folder = RunFolder.create(
-        options.out, tasks, options.n, resume=options.resume, is_ray=options.ray is not None
+        options.out,
+        tasks,
+        options.n,
+        resume=options.resume,
+        is_ray=options.ray is not None,
+        samples=options.samples,
     )
     try:
         stats = run_server(_run(options, config, tasks, (runners, reward, judge), folder, engine))
@@ -264,7 +269,7 @@ async def _run(
             runners = {name: cluster.runner(runner) for name, runner in runners.items()}
         else:
             gateway = await stack.enter_async_context(await _make_gateway(options, folder, *engine))
-        sinks, stats = folder.open_sinks(options.samples)
+        sinks, stats = folder.open_sinks()
         rollout = Rollout(
             gateway,
             runners,
@@ -274,6 +279,7 @@ async def _run(
             config=config,
             resume=options.resume,
             stats=stats,
+            run_id=folder.run_id,
         )
         progress = asyncio.create_task(_show_progress(rollout, len(tasks) * options.n))
         try:

@@ -21,7 +21,7 @@ from branchline.cli.agents import (
     build_runners,
 )
 from branchline.cli.engine_options import parse_json_object
-from branchline.core.errors import InputError
+from branchline.core.errors import EpisodesFailedError, InputError
 
 if TYPE_CHECKING:  # imported late below: it needs packages of the `train` extra
     from branchline.train.trainer import Trainer, TrainerConfig
@@ -44,7 +44,9 @@ examples:
 {AGENT_HELP}
 The run folder has metrics.jsonl, config.json and checkpoints that transformers and `branchline serve --model`
 load. However a run ends, its last complete step is saved: by Ctrl-C, a failed agent, an error in an update.
---resume continues from it.
+--resume continues from it, with the same settings.
+
+Exit codes: 0 trained, 1 no episode of a step finished, 2 bad input, 130 interrupted.
 """
 _DEMO_LEARNING_RATE, _LEARNING_RATE = 5e-4, 1e-6
 _DEMO_MAX_BATCH_TOKENS, _MAX_BATCH_TOKENS = 384, 4096
@@ -114,7 +116,7 @@ def add_train(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace) -> str | tuple[str, int]:
     """Trains; a line for each step goes to stdout, or to stderr with --json."""
     try:
         from branchline.train.trainer import Trainer
@@ -156,6 +158,9 @@ def run(options: argparse.Namespace) -> str:
     console = Console(file=sys.stderr if options.json else None)
     try:
         metrics = asyncio.run(_run(trainer, console))
+    except EpisodesFailedError as error:
+        print(f"branchline: error: {error}", file=sys.stderr)
+        return "", 1
     except KeyboardInterrupt:
         command = f"branchline train … --run-folder {folder} --resume"
         console.print(f"interrupted; continue with: {command}", highlight=False)

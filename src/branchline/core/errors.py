@@ -23,6 +23,7 @@
     ├── JournalError            the journal could not be opened, written or read
     ├── SinkError               the results of a rollout could not be written
     │   └── SessionRefusedError  a sink cannot carry one session; the others go on
+    ├── EpisodesFailedError     no episode of a training step finished
     ├── MissingExtraError       a package of an optional extra is not installed (also an ImportError)
     └── ExportError             samples must not be trained on without an explicit option
         └── MissingLogprobsError
@@ -245,6 +246,10 @@ class SessionRefusedError(SinkError):
         super().__init__(f"session {session}: {problem}")
         self.session = session
         self.reason = reason
+
+
+class EpisodesFailedError(BranchlineError):
+    """No episode of a training step finished, so there is nothing to train on."""
 
 
 class MissingExtraError(BranchlineError, ImportError):

@@ -42,6 +42,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     """Seconds since 1970."""
     calls: int
+    answered_calls: int
+    """Calls whose answers reached the client, as far as it is known."""
     in_flight: int
     """Calls that run now."""
     tokens: int

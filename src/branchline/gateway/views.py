@@ -40,6 +40,7 @@ def session_view(managed: ManagedSession) -> dict[str, Any]:
         "eval": managed.options.eval,
         "created": managed.created_at,
         "calls": len(tree.calls),
+        "answered_calls": managed.answered_calls,
         "in_flight": managed.in_flight,
         "tokens": tree.token_count,
         "sampled_tokens": managed.sampled_tokens,

@@ -141,7 +141,8 @@ class GatewayPool:
                 if error.kind != "closed":
                     raise
                 view = await session.view()
-            return EndedSession(view.state, view.reason, view.calls, tuple(view.rewards))
+            rewards = tuple(view.rewards)
+            return EndedSession(view.state, view.reason, view.calls, view.answered_calls, rewards)
 
     async def read(
         self, session_id: str, policy: ExportPolicy | None = None

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -33,13 +34,17 @@ from branchline.rollout.session_result import EndCause, SessionEnd, SessionJob
 from branchline.rollout.session_runner import SessionRunner
 from branchline.rollout.sinks import Sink
 from branchline.rollout.stats import RolloutStats
-from branchline.rollout.tasks import RolloutTask, read_tasks
+from branchline.rollout.tasks import RolloutTask, new_run_id, read_tasks
 
 log = logging.getLogger("branchline.rollout")
 
 _NODE_LOST_RETRIES = 3
 _SINK_GRACE_S = 10.0
 """How long a cancelled rollout waits for sinks."""
+_JUDGE_EXTRAS = {"source": "judge"}
+"""What a judge's reward has besides its score."""
+_RUN_ID = re.compile(r"[A-Za-z0-9]{0,16}")
+"""No hyphen: it separates the parts of a session's id."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class _TaskSessions:
         """Tasks whose agents run."""
         self.stop_cause: EndCause | None = None
         self.is_ended = False
+        self.first_error = ""
+        """Why the first session failed."""
 
     def stop(self, cause: EndCause) -> None:
         """Aborts the sessions whose agents run, and starts no more."""
@@ -125,14 +132,20 @@ class Rollout:
         config: RolloutConfig | None = None,
         resume: bool = False,
         stats: RolloutStats | None = None,
+        run_id: str | None = None,
     ) -> None:
         """`gateway` is that of this process, or a `GatewayPool`. `runners` is one agent for all tasks without
-        an `agent_name`, or agents by name. With `resume`, sessions that a journal or `stats` know are not run
+        an `agent_name`, or agents by name. `run_id` is a part of the ids of all sessions; None: each `run`
+        chooses a new one. With `resume`, sessions of that `run_id` that a journal or `stats` know are not run
         again; `stats` are then those of the sessions that the sinks have."""
         if reward is not None and judge is not None:
             raise InputError("judge: got a judge and a reward function, expected one of them")
         if judge is not None:
             check_judge(judge)
+        if run_id is not None and not _RUN_ID.fullmatch(run_id):
+            raise InputError(f"run_id: got {run_id!r}, expected at most 16 letters and digits")
+        if resume and run_id is None:
+            raise InputError("run_id: got none, expected that of the rollout to resume")
         self.config = config = config or RolloutConfig()
         specs = runners if isinstance(runners, Mapping) else {"": runners}
         self._runners = {name: make_runner(spec) for name, spec in specs.items()}
@@ -152,6 +165,7 @@ class Rollout:
         self._judge = judge
         self._sinks = list(sinks)
         self._resume = resume
+        self._run_id = run_id
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: list[_TaskSessions] = []
         self._finished_tasks = 0
@@ -160,10 +174,13 @@ class Rollout:
     async def run(self, tasks: object) -> RolloutStats:
         """Runs all tasks (see `read_tasks`) and returns the figures of their sessions.
 
-        Raises InputError, before anything runs, for a task that names an unknown agent. Raises SinkError if a
-        sink fails; running sessions are then aborted. Failures of sessions are in the figures.
+        Raises InputError, before anything runs, for a task that names an unknown agent and, unless it is
+        resumed, for a session that a sink has already. Raises SinkError if a sink fails; running sessions are
+        then aborted. Failures of sessions are in the figures.
         """
-        self._groups = self._plan(read_tasks(tasks))
+        run_id = new_run_id() if self._run_id is None else self._run_id
+        self._groups = self._plan([replace(task, run=run_id) for task in read_tasks(tasks)])
+        self._finished_tasks = 0
         by_runner: dict[str, list[_TaskSessions]] = {}
         for group in self._groups:
             by_runner.setdefault(group.task.agent_name, []).append(group)
@@ -187,11 +204,23 @@ class Rollout:
                 runner = select_runner(self._runners, task.agent_name)
             except InputError as error:
                 raise InputError(f"tasks[{index}].{error}") from error
+            task.copy()  # It is refused now if that is impossible.
             groups.append(_TaskSessions(task, runner, size))
+            if not self._resume:
+                self._check_new(task, size)
         for name in self.config.runner_concurrency:
             if name not in self._runners and name not in {task.agent_name for task in tasks}:
                 raise InputError(f"runner_concurrency: got {name!r}, expected one of {sorted(self._runners)}")
         return groups
+
+    def _check_new(self, task: RolloutTask, size: int) -> None:
+        for session in [SessionJob(task, slot).session_id for slot in range(size)]:
+            for sink in self._sinks:
+                if sink.contains(session):
+                    raise InputError(
+                        f"run_id: got {task.run!r}, of which {type(sink).__name__} has session {session} "
+                        "already, expected another one, or resume=True"
+                    )
 
     async def _dispatch(self, running: asyncio.TaskGroup, name: str, groups: Sequence[_TaskSessions]) -> None:
         """Starts the sessions of one runner in order, each when the runner and the rollout have a place."""
@@ -245,7 +274,8 @@ class Rollout:
             return await self._recover(group, job, SessionEnd.from_state(*known))
         try:
             # A session that an earlier process completed has still to be scored.
-            end = SessionEnd() if known is not None else await self._run_agent(group, job)
+            completed = known is not None
+            end = await (self._sessions.complete(job) if completed else self._run_agent(group, job))
             if end.cause is None and self._judge is not None:
                 group.completed.append(job)
                 return end
@@ -314,6 +344,7 @@ class Rollout:
         group.finished += result.status == "finished"
         await self._gateway.release(result.session)
         if result.status == "failed":
+            group.first_error = group.first_error or result.end.reason.partition("\n")[0]
             log.warning("session %s failed: %s", result.session, result.end.reason.replace("\n", " / "))
         return result.end
 
@@ -324,11 +355,11 @@ class Rollout:
         group.is_ended = True
         if self._judge is not None and group.completed:
             await self._judge_group(group, self._judge)
-        uid = group.task.uid
         if group.finished:
             self._finished_tasks += 1
         elif group.stop_cause is None:
-            log.error("task %s: all sessions failed, the first with %s", uid, self.stats.errors.get(uid))
+            error = group.first_error or self.stats.errors.get(group.task.uid)
+            log.error("task %s: all sessions failed, the first with %s", group.task.uid, error)
         for sink in self._sinks:
             await sink.end_prompt(group.task, "finished" if group.finished else "failure")
         if self._finished_tasks == self.config.stop_after:
@@ -338,18 +369,26 @@ class Rollout:
     async def _judge_group(self, group: _TaskSessions, judge: Judge) -> None:
         jobs, ends = group.completed[:], [SessionEnd()] * len(group.completed)
         trajectories: list[Trajectory] = []
+        was_judged: list[bool] = []
         for index, job in enumerate(jobs):
-            trajectory, _, ends[index] = await self._sessions.read(job)
+            trajectory, figures, ends[index] = await self._sessions.read(job)
             trajectories.append(trajectory)
+            was_judged.append(any(one.get("extras") == _JUDGE_EXTRAS for one in figures.rewards))
         valid = [index for index, end in enumerate(ends) if end.cause is None]
-        judged = [trajectories[index] for index in valid]
-        judgements = await judge_group(judge, group.task.row, judged, self.config.reward_timeout_s)
-        for index, judgement in zip(valid, judgements, strict=True):
-            if judgement.score is None:
-                ends[index] = SessionEnd(EndCause.JUDGE_ERROR, judgement.problem)
-            else:
-                reward = {"score": judgement.score, "source": "judge"}
-                ends[index] = await self._sessions.post_reward(jobs[index], reward)
+        if group.finished or all(was_judged[index] for index in valid):
+            # By an earlier process: all rewards of a group are posted before its first session is finished.
+            for index in valid:
+                if not was_judged[index]:
+                    ends[index] = SessionEnd(EndCause.JUDGE_ERROR, "the judge of an earlier process failed")
+        else:
+            judged = [trajectories[index] for index in valid]
+            judgements = await judge_group(judge, group.task.row, judged, self.config.reward_timeout_s)
+            for index, judgement in zip(valid, judgements, strict=True):
+                if judgement.score is None:
+                    ends[index] = SessionEnd(EndCause.JUDGE_ERROR, judgement.problem)
+                else:
+                    reward = {"score": judgement.score, "extras": _JUDGE_EXTRAS}
+                    ends[index] = await self._sessions.post_reward(jobs[index], reward)
         for job, end in zip(jobs, ends, strict=True):
             group.completed.remove(job)
             await self._finish(group, job, end)

@@ -5,16 +5,16 @@
     stats.json            the figures of all sessions
     journal               the calls of all sessions, for a resumed run; or journals/gateway-…, and
                           gateways.json, which names their machines
-    run.json              which tasks the run is for
+    run.json              what the run is: its id, tasks, agents, reward, model, …
     logs/                 the output of commands
 
-A folder belongs to one run: the same tasks, with the same number of sessions.
+A folder belongs to one run. It is resumed with the same settings only: with another agent, reward or model
+its sessions could not be compared with each other, with another format its samples would be written twice.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,8 @@ from typing import Any, Literal
 from branchline.core.errors import InputError
 from branchline.core.sample import Sample
 from branchline.export.columns import SampleRow
-from branchline.export.jsonl import read_jsonl_rows, replace_file
+from branchline.export.jsonl import read_jsonl_rows
+from branchline.rollout.run_settings import keep_settings
 from branchline.rollout.sinks import (
     SAMPLES_FILE,
     SAMPLES_FOLDER,
@@ -33,7 +34,7 @@ from branchline.rollout.sinks import (
     read_lines,
 )
 from branchline.rollout.stats import RolloutStats
-from branchline.rollout.tasks import RolloutTask, task_digest
+from branchline.rollout.tasks import RolloutTask, new_run_id, task_digest
 
 SampleFormat = Literal["jsonl", "parquet"]
 _RUN_FILE = "run.json"
@@ -44,6 +45,9 @@ class RunFolder:
     """An open folder of a rollout."""
 
     path: Path
+    run_id: str = ""
+    """The part of session ids that tells apart several rollouts; empty for a run of an older version."""
+    samples: SampleFormat = "jsonl"
 
     @classmethod
     def create(
@@ -54,38 +58,46 @@ class RunFolder:
         *,
         resume: bool = False,
         is_ray: bool = False,
+        samples: SampleFormat = "jsonl",
+        settings: Mapping[str, Any] | None = None,
     ) -> RunFolder:
-        """Opens a new folder or, with `resume`, that of the same run. Raises InputError for any other.
+        """Opens a new folder or, with `resume`, that of the same run.
 
-        `is_ray`: the journals are those of gateways in a Ray cluster.
+        `is_ray`: the journals are those of gateways in a Ray cluster. `settings` say what else the run is:
+        its agents, its reward, its model; JSON values. Raises InputError for a folder of any other run, with
+        each setting that differs.
         """
-        settings = {"tasks": len(tasks), "tasks_digest": task_digest(tasks), "n": n, "ray": is_ray}
         file = path / _RUN_FILE
         if file.exists() and not resume:
             raise InputError(f"out: {path} has a run; continue it with --resume, or name another folder")
         if not file.exists() and (path / TRAJECTORIES_FILE).exists():
             raise InputError(f"out: {path} has {TRAJECTORIES_FILE} and no {_RUN_FILE}, expected a new folder")
-        if file.exists():
-            known = {"ray": False, **json.loads(file.read_text())}
-            for name, value in settings.items():
-                if known.get(name) != value:
-                    raise InputError(f"{name}: got {value!r}, expected {known.get(name)!r}, as in {file}")
-        else:
+        run: dict[str, Any] = {
+            "tasks": len(tasks),
+            "tasks_digest": task_digest(tasks),
+            "n": n,
+            "ray": is_ray,
+            "samples": samples,
+            **(settings or {}),
+        }
+        is_new = not file.exists()
+        if is_new:
             path.mkdir(parents=True, exist_ok=True)
-            with replace_file(file) as opened:
-                opened.write(json.dumps(settings, indent=1).encode() + b"\n")
-        return cls(path)
+            run = {"run": new_run_id(), **run}
+        # What runs of older versions were, and did not say.
+        older = {"run": "", "ray": False, **_written_samples(path)}
+        return cls(path, keep_settings(file, run, resume=not is_new, older=older)["run"], samples)
 
     @property
     def journal_path(self) -> Path:
         return self.path / "journal"
 
-    def open_sinks(self, samples: SampleFormat = "jsonl") -> tuple[list[Sink], RolloutStats]:
+    def open_sinks(self) -> tuple[list[Sink], RolloutStats]:
         """Returns the sinks of the folder, and the figures of the sessions that it has."""
         sinks: list[Sink] = []
-        if samples == "parquet":
+        if self.samples == "parquet":
             sinks.append(ParquetSink(self.path / SAMPLES_FOLDER))
-        lines = JsonlSink(self.path, samples=samples == "jsonl")
+        lines = JsonlSink(self.path, samples=self.samples == "jsonl")
         # Last: a session with a line has its samples.
         sinks.append(lines)
         return sinks, RolloutStats.from_lines(self.read_trajectory_lines())
@@ -109,6 +121,13 @@ class RunFolder:
 
             for file in files:
                 yield from read_parquet_rows(file)
+
+
+def _written_samples(path: Path) -> dict[str, SampleFormat]:
+    """Returns the format of a run by what it has written; empty if that is nothing."""
+    if (path / SAMPLES_FILE).exists():
+        return {"samples": "jsonl"}
+    return {"samples": "parquet"} if any((path / SAMPLES_FOLDER).glob("part-*.parquet")) else {}
 
 
 def find_run_folder(path: Path) -> RunFolder:

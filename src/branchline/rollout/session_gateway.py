@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,6 +99,8 @@ class EndedSession:
     state: SessionState
     reason: str
     calls: int
+    answered_calls: int
+    """Calls whose answers reached the agent, as far as it is known."""
     rewards: tuple[Mapping[str, Any], ...]
 
 
@@ -131,9 +134,11 @@ class SessionGateway(Protocol):
 
 def session_options(job: SessionJob, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of the session of a job, as `POST /sessions` takes them."""
-    names = {"uid": job.task.uid, "slot": job.slot, "attempt": job.attempt}
-    metadata = {**names, "agent_name": job.task.agent_name}
-    return {"agent": "main", "group": job.task.uid, "metadata": metadata, **options, "id": job.session_id}
+    task = job.task
+    names = {"uid": task.uid, "run": task.run, "slot": job.slot, "attempt": job.attempt}
+    metadata = {**names, "agent_name": task.agent_name}
+    own = deepcopy(dict(options))
+    return {"agent": "main", "group": task.group, "metadata": metadata, **own, "id": job.session_id}
 
 
 class LocalGateway:
@@ -159,8 +164,8 @@ class LocalGateway:
         managed = self._find(session_id)
         if not managed.is_closed:
             await managed.end(state, reason)
-        calls = len(managed.session.tree.calls)
-        return EndedSession(managed.state, managed.reason, calls, tuple(managed.rewards))
+        calls, rewards = len(managed.session.tree.calls), tuple(managed.rewards)
+        return EndedSession(managed.state, managed.reason, calls, managed.answered_calls, rewards)
 
     async def read(
         self, session_id: str, policy: ExportPolicy | None = None

@@ -40,6 +40,8 @@ class EndCause(StrEnum):
     """The agent's command ended with another code than 0."""
     CONNECTION = "connection"
     """The agent could not reach the gateway, or another server, or got nothing from it in time."""
+    NO_CALLS = "no_calls"
+    """No model call of the agent was answered."""
     NO_REWARD = "no_reward"
     REWARD_ERROR = "reward_error"
     """The reward function raised, or its value is no reward."""
@@ -136,7 +138,7 @@ class SessionJob:
     @property
     def session_id(self) -> str:
         repeated = f"-r{self.attempt}" if self.attempt else ""
-        return f"{self.task.uid}-{self.slot}{repeated}"
+        return f"{self.task.group}-{self.slot}{repeated}"
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,8 @@ class SessionResult:
 
     @property
     def sample_keys(self) -> list[str]:
-        """The key of each sample: `{uid}_{slot}_{index}`. Of all attempts at a slot one at most finishes."""
-        return [f"{self.job.task.uid}_{self.job.slot}_{index}" for index in range(len(self.samples))]
+        """The key of each sample: `{group}_{slot}_{index}`. One attempt at a slot at most finishes."""
+        return [f"{self.job.task.group}_{self.job.slot}_{index}" for index in range(len(self.samples))]
 
     @property
     def rows(self) -> list[SampleRow]:
@@ -193,7 +195,7 @@ class SessionResult:
         return [
             SampleRow(
                 sample,
-                SampleOrigin(key, job.task.uid, job.task.uid, job.task.agent_name, job.slot, job.attempt),
+                SampleOrigin(key, job.task.uid, job.task.group, job.task.agent_name, job.slot, job.attempt),
             )
             for key, sample in zip(self.sample_keys, self.samples, strict=True)
         ]
@@ -216,6 +218,8 @@ class SessionResult:
         return {
             "task": self.job.task.row,
             "uid": self.job.task.uid,
+            "run": self.job.task.run,
+            "group": self.job.task.group,
             "agent_name": self.agent_name,
             "session": self.session,
             "slot": self.job.slot,

@@ -6,8 +6,10 @@ session, with its cause. What is raised is a cancellation, or a failure of the g
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,13 @@ from branchline.runtime.managed_session import SessionState
 
 _GRACE_S = 5.0
 """How long a cancelled agent may take to end before it is abandoned."""
+
+
+_NO_CALLS = (
+    "the agent made no model call that was recorded; it may not read its base URL (OPENAI_BASE_URL or "
+    "ANTHROPIC_BASE_URL, session.base_url or session.anthropic_base_url), or all its calls failed"
+)
+_NONE_ANSWERED = "of {calls} model calls none was answered: they were cancelled, or their answers were lost"
 
 
 class SessionRunner:
@@ -61,6 +70,7 @@ class SessionRunner:
 
     async def run_agent(self, job: SessionJob, runner: Runner) -> SessionEnd:
         """Opens the session and runs the agent until it is done; posts the reward that it returns."""
+        task = job.task.copy()
         # A session that is being opened in a thread would stay open after a cancellation.
         try:
             session = await finish_despite_cancel(self._gateway.open(job, self._options))
@@ -70,7 +80,7 @@ class SessionRunner:
 
         async def run() -> RewardData | None:
             try:
-                return await runner.run(job.task, session)
+                return await runner.run(task, session)
             except TimeoutError as error:  # the agent's own
                 own = SessionEnd.from_error(error)
                 raise RunnerError(own.cause or EndCause.RUNNER_ERROR, own.error) from error
@@ -87,11 +97,15 @@ class SessionRunner:
             end = await self.post_reward(job, reward)
             if end.cause is not None:
                 return end
+        return await self.complete(job)
+
+    async def complete(self, job: SessionJob) -> SessionEnd:
+        """Marks the agent as done, if it is not; a session without an answered call has failed."""
         try:
             ended = await self._gateway.end(job.session_id, "completed")
         except NodeLostError as error:
             return SessionEnd(EndCause.NODE_LOST, str(error))
-        return SessionEnd.from_state(ended.state, ended.reason)
+        return _check_calls(SessionEnd.from_state(ended.state, ended.reason), ended)
 
     async def score(self, job: SessionJob) -> SessionEnd:
         """Computes and posts the reward of a session whose agent is done."""
@@ -103,8 +117,11 @@ class SessionRunner:
             return end
         if self._scorer is not None:
             self._scored[session_id] = trajectory, figures
+            # The function may change what it gets; what is written stays as it was recorded.
+            copied = await asyncio.to_thread(deepcopy, trajectory)
+            own = SessionResult(replace(job, task=job.task.copy()), SessionEnd(), copied)
             try:
-                reward = await self._scorer.score(SessionResult(job, SessionEnd(), trajectory))
+                reward = await self._scorer.score(own)
             except Exception as error:
                 self._exceptions[session_id] = error
                 return replace(SessionEnd.from_error(error), cause=EndCause.REWARD_ERROR)
@@ -139,7 +156,7 @@ class SessionRunner:
         state: SessionState = "finalized" if end.cause is None else "aborted"
         try:
             ended = await self._gateway.end(session_id, state, end.gateway_reason)
-            end = SessionEnd.from_state(ended.state, ended.reason)
+            end = _check_calls(SessionEnd.from_state(ended.state, ended.reason), ended)
             trajectory, figures = await self._read_ended(session_id, ended)
         except NodeLostError as error:
             end = SessionEnd(EndCause.NODE_LOST, str(error))
@@ -147,7 +164,7 @@ class SessionRunner:
             self._scored.pop(session_id, None)
         started = self._started.pop(session_id, None)
         return SessionResult(
-            job,
+            replace(job, task=job.task.copy()),
             end,
             replace(trajectory, failed=end.cause is not None),
             list(figures.rewards),
@@ -191,6 +208,14 @@ class SessionRunner:
             self._exceptions[job.session_id] = error
             return SessionEnd(EndCause.REWARD_ERROR, str(error))
         return SessionEnd()
+
+
+def _check_calls(end: SessionEnd, ended: EndedSession) -> SessionEnd:
+    """Returns the end of a session; one that would be finished has failed if no call of it was answered."""
+    if end.cause is not None or ended.answered_calls:
+        return end
+    problem = _NONE_ANSWERED.format(calls=ended.calls) if ended.calls else _NO_CALLS
+    return SessionEnd(EndCause.NO_CALLS, problem)
 
 
 def _lost_session(job: SessionJob) -> tuple[Trajectory, SessionFigures]:

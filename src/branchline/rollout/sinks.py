@@ -4,8 +4,9 @@ A rollout writes a session to all its sinks before the session's place is given 
 that is slow or full holds the rollout back, and at most as many results as there are places wait in memory.
 
 A sink writes a session once, whatever is written again: the key is the session's id, and each of its samples
-has the key `{uid}_{slot}_{index}`. `contains` says what a sink has durably, which is how a resumed rollout
-finds out what is missing.
+has the key `{group}_{slot}_{index}`. `contains` says what a sink has durably, which is how a resumed rollout
+finds out what is missing. Ids and keys begin with the id of the run, so a sink takes several rollouts over
+the same tasks.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
+import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from branchline.loop.task import to_lists
 
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,95}")
 """No underscore: it separates the parts of a sample's key."""
+_EXPECTED_UID = "at most 96 of the characters A-Z, a-z, 0-9, '.' and '-', of which the first is no sign"
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<split>[\w\[\]%:+-]+))?")
 _DEFAULT_SPLIT = "train"
 
@@ -37,6 +40,28 @@ class RolloutTask:
     row: Any
     """A JSON object; a trainer's tasks may be anything."""
     agent_name: str = ""
+    run: str = ""
+    """The rollout that the task is part of. Several rollouts over the same tasks differ in it, and so do the
+    ids of their sessions and the keys of their samples."""
+
+    @property
+    def group(self) -> str:
+        """Names the sessions of the task in one rollout, which are compared with each other."""
+        return f"{self.run}-{self.uid}" if self.run else self.uid
+
+    def copy(self) -> RolloutTask:
+        """Returns the task with a row of its own, for code that may change it.
+
+        Raises InputError for a row that cannot be copied.
+        """
+        try:
+            return replace(self, row=deepcopy(self.row))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise InputError(
+                f"task {self.uid}: got a row that cannot be copied ({problem}), expected plain data: each "
+                "session gets its own copy"
+            ) from error
 
     @property
     def prompt(self) -> str:
@@ -69,6 +94,8 @@ def read_tasks(source: object) -> list[RolloutTask]:
     for index, raw in enumerate(rows):
         if isinstance(raw, RolloutTask):
             task = raw
+            if not _UID.fullmatch(task.uid):
+                raise InputError(f"{name}[{index}].uid: got {task.uid!r}, expected {_EXPECTED_UID}")
         else:
             row = _check_row(raw, f"{name}[{index}]")
             task = RolloutTask(_make_uid(row, index, uids), row, _agent_name(row, f"{name}[{index}]"))
@@ -79,6 +106,11 @@ def read_tasks(source: object) -> list[RolloutTask]:
     if not tasks:
         raise InputError(f"{name}: got no rows, expected at least one task")
     return tasks
+
+
+def new_run_id() -> str:
+    """Returns a name that no other rollout has."""
+    return secrets.token_hex(4)
 
 
 def task_digest(tasks: Iterable[RolloutTask]) -> str:

@@ -1,7 +1,8 @@
 """A sink that hands samples to verl through TransferQueue, in verl's row layout.
 
 Each sample is a row under the key `{uid}_{session}_{index}`; when all sessions of a task have ended, the key
-`{uid}` gets the task's status. `rm_scores` (the reward, on the last token) and `rollout_log_probs` are always
+`{uid}` gets the task's status. As in verl, a uid is that of a task in one rollout; a second rollout over the
+task has another. `rm_scores` (the reward, on the last token) and `rollout_log_probs` are always
 written: 0 where they are unknown, and the tags say where. `rollout_is_weights` has the shares, so that verl
 trains every sampled token once.
 
@@ -103,7 +104,7 @@ def make_rows(result: SessionResult, global_steps: int = 0) -> list[QueueRow]:
         fields = {
             **columns,
             **_token_fields(sample, rewards),
-            "uid": result.job.task.uid,
+            "uid": result.job.task.group,
             "session_id": result.job.slot,
             "global_steps": global_steps,
             # A prompt and its answer are two turns.
@@ -229,7 +230,7 @@ def _row_tag(result: SessionResult, sample: Sample, global_steps: int) -> dict[s
     return {
         "is_prompt": False,
         "status": "success",
-        "uid": result.job.task.uid,
+        "uid": result.job.task.group,
         "session": result.session,
         "global_steps": global_steps,
         "min_global_steps": first,
@@ -288,20 +289,20 @@ class TransferQueueSink:
                 await self._wait_for_room(len(rows))
                 await asyncio.to_thread(self._put, rows)
             if self._ledger is not None:
-                line = {"session": result.session, "uid": result.job.task.uid, "rows": len(rows)}
+                line = {"session": result.session, "uid": result.job.task.group, "rows": len(rows)}
                 append_lines(self._ledger, [line])
             self._sessions.add(result.session)
             if rows:
-                self._tasks_with_rows.add(result.job.task.uid)
+                self._tasks_with_rows.add(result.job.task.group)
 
     async def end_prompt(self, task: RolloutTask, status: PromptStatus) -> None:
         """Writes the status of a task; one without any row is a failure here, whatever its sessions are."""
-        if status == "finished" and not self._has_unknown_rows and task.uid not in self._tasks_with_rows:
+        if status == "finished" and not self._has_unknown_rows and task.group not in self._tasks_with_rows:
             log.error("task %s: no row was written, so its status in the queue is failure", task.uid)
             status = "failure"
-        tag = {"is_prompt": True, "status": status, "uid": task.uid, "global_steps": self.global_steps}
+        tag = {"is_prompt": True, "status": status, "uid": task.group, "global_steps": self.global_steps}
         await asyncio.to_thread(
-            self._queue.kv_put, key=task.uid, partition_id=self._partition, fields=None, tag=tag
+            self._queue.kv_put, key=task.group, partition_id=self._partition, fields=None, tag=tag
         )
 
     async def close(self) -> None:

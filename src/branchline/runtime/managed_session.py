@@ -30,6 +30,7 @@ from branchline.runtime.request_fields import CONSTRAINT_FIELDS, SAMPLING_FIELDS
 from branchline.runtime.session_snapshot import SessionSnapshot
 from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
+from branchline.tree.match import UNDELIVERED
 from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, TreeDelta, decode_array, encode_record
 
@@ -205,6 +206,15 @@ class ManagedSession:
             len(node.sampled_ids)
             for node in tree.nodes
             if node.output and node.sampled_ids is not None and not tree.is_resumed(tree.call_of(node))
+        )
+
+    @property
+    def answered_calls(self) -> int:
+        """Calls that a client continued, or whose answers were neither cancelled nor lost on their way."""
+        tree = self.session.tree
+        return sum(
+            tree.delivery(call) not in UNDELIVERED or any(tree.nodes[node].children for node in call.outputs)
+            for call in tree.calls
         )
 
     def is_idle(self, idle_s: float) -> bool:

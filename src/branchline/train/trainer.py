@@ -36,7 +36,7 @@ import transformers
 from rich.console import Console
 
 from branchline.chat.generic.codec import GenericCodec
-from branchline.core.errors import BranchlineError, InputError
+from branchline.core.errors import EpisodesFailedError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder
 from branchline.engines.hf.scheduler import HfConfig
 from branchline.export.batches import training_rows
@@ -258,7 +258,9 @@ class Trainer(Generic[T]):
         errors = [error for group in groups for error in group.errors]
         if len(errors) == self.config.groups_per_step * self.config.group_size:
             first = f"{type(errors[0]).__name__}: {errors[0]}"
-            raise BranchlineError(f"step {index}: all episodes failed, the first with {first}") from errors[0]
+            raise EpisodesFailedError(
+                f"step {index}: all episodes failed, the first with {first}"
+            ) from errors[0]
         return groups
 
     async def _complete_step(

@@ -1,0 +1,66 @@
+"""What a run is, as a file in its folder: the settings that must stay the same when it is resumed.
+
+A run that continued with another agent, reward or model would mix sessions that cannot be compared. So its
+settings are written when it begins, and a resumed run must have the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from branchline.core.errors import InputError
+from branchline.export.jsonl import replace_file
+
+log = logging.getLogger("branchline.rollout")
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Returns the settings that a run has written. Raises InputError for a file that has none."""
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: {error}, expected the settings of a run") from error
+    if not isinstance(settings, dict):
+        raise InputError(f"{file}: got {settings!r}, expected the settings of a run")
+    return settings
+
+
+def keep_settings(
+    file: Path, settings: Mapping[str, Any], *, resume: bool, older: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Writes the settings of a new run; compares those of a resumed one with what it has written. Returns the
+    settings that the file has then.
+
+    `older` are the values of settings that runs of older versions did not write. Raises InputError with every
+    setting that differs. Other settings that the file does not have are added, which the log says.
+    """
+    got: dict[str, Any] = json.loads(json.dumps(settings))
+    known: dict[str, Any] = {}
+    if resume:
+        known = {**(older or {}), **(read_settings(file) if file.exists() else {})}
+    differences = [
+        f"{name}: this run has {known[name]!r}, got {value!r}"
+        for name, value in got.items()
+        if name in known and known[name] != value
+    ]
+    if differences:
+        raise InputError(f"{'; '.join(differences)}; expected those of {file}, or another folder")
+    missing = [name for name in got if name not in known]
+    if resume and missing:
+        names = ", ".join(missing)
+        log.warning("%s does not say what the run had as %s; it continues with those given now", file, names)
+    merged = {**known, **got}
+    if missing or not resume:
+        with replace_file(file) as opened:
+            opened.write(json.dumps(merged, indent=1).encode() + b"\n")
+    return merged
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Returns `module:name` of a function, or of the class of another callable."""
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
