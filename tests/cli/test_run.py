@@ -118,6 +118,26 @@ def test_a_run_of_which_nothing_finished_says_so_by_its_exit_code(folder: Path) 
 
 
 @pytest.mark.parametrize(
+    ("command", "options", "expected"),
+    [
+        ("echo 0.25", [], ("finished", 0.25)),
+        ("true", [], ("failed", None)),
+        ("exit 1", [], ("failed", None)),
+        ("exit 1", ["--reward-exit-code"], ("finished", 0.0)),
+        ("echo 0.25", ["--reward-exit-code"], ("finished", 1.0)),
+        ("exit 2", ["--reward-exit-code"], ("failed", None)),
+    ],
+)
+def test_a_verifier_prints_the_reward_or_its_exit_status_is_one_on_request(
+    folder: Path, command: str, options: list[str], expected: tuple[str, float | None]
+) -> None:
+    run_tasks("--agent", "clerk:run", "--reward-command", command, *options, "--limit", "1")
+    line = json.loads((folder / "out/trajectories.jsonl").read_text())
+    assert (line["status"], line["reward"]) == expected
+    assert line["cause"] == ("" if expected[1] is not None else "reward_error")
+
+
+@pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ([], "agent: got none, expected --agent MODULE:FUNCTION, --command or --agent-url"),
@@ -131,6 +151,7 @@ def test_a_run_of_which_nothing_finished_says_so_by_its_exit_code(folder: Path) 
             ["--agent", "clerk:run", "--reward", "clerk:score", "--reward-command", "x"],
             "expected one of them",
         ),
+        (["--agent", "clerk:run", "--reward-exit-code"], "--reward-exit-code: got no command"),
         (["--agent", "clerk:run", "--judge-url", "http://h/v1"], "--judge-model: got none"),
         (["--agent", "clerk:run", "--judge-model", "m"], "--judge-url: got none"),
         (["--agent", "clerk:run", "--retry", "sadness=1"], "retries: got sadness=1"),

@@ -59,7 +59,14 @@ def test_the_life_of_a_session_in_another_thread(kind: str) -> None:
             assert await ask(a, session, "p") == "A1"
             assert await ask(a, session, "p", "A1", "q") == "A2"
             await session.reward(0.25, note="fine")
-            await session.post_rewards([{"score": 1.0, "turn": 2}, {"score": 0.5, "turn": 1}])
+            await session.post_rewards([{"score": 1.0, "turn": 2}, {"score": 0.5, "turn": 1, "why": "x"}])
+            await session.reward(True, turn=1, id="a", note="fine", extras={"turns": 2})
+            with pytest.raises(
+                InputError, match="agent: got 'critic', expected an agent of this session: none"
+            ):
+                await session.reward(1.0, agent="critic")
+            with pytest.raises(InputError, match="turns: got 1, expected `turn`"):
+                await session.reward(1.0, turns=1)
             assert not waiting.done()
             await session.complete("done")
             assert await waiting == "completed"
@@ -70,9 +77,11 @@ def test_the_life_of_a_session_in_another_thread(kind: str) -> None:
             assert isinstance(export, Export)
             assert export.report.is_balanced
             assert export.samples[0].reward == 0.25
-            assert sorted((span.turn, span.score) for span in export.samples[0].rewards) == [
-                (1, 0.5),
-                (2, 1.0),
+            assert export.samples[0].reward_extras == '{"note":"fine"}'
+            assert sorted((span.turn, span.score, span.extras) for span in export.samples[0].rewards) == [
+                (1, 0.5, '{"why":"x"}'),
+                (1, 1.0, '{"note":"fine","turns":2}'),
+                (2, 1.0, ""),
             ]
             assert [listed.id for listed in await client.sessions(state="finalized", group="doors")] == [
                 session.id

@@ -6,16 +6,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import CreditPolicy, ExportPolicy, Session, ToyCodec, Trajectory, TrajectoryGroup
+from branchline import (
+    CreditPolicy,
+    ExportPolicy,
+    Generation,
+    Message,
+    Request,
+    Session,
+    ToyCodec,
+    Trajectory,
+    TrajectoryGroup,
+    export_samples,
+)
 from branchline.core.reward import read_rewards
+from branchline.core.sample import Sample
 from branchline.export.credit import CreditName, group_statistics, token_advantages
+from branchline.export.jsonl import read_jsonl, write_jsonl
+from branchline.export.parquet import read_parquet, write_parquet
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from branchline.timelines.links import MergePolicy
@@ -168,3 +184,142 @@ def test_advantages_compare_an_agent_with_itself(
                     expected /= spread + 1e-4
             np.testing.assert_allclose(row[sample.response_mask == 1], expected, rtol=1e-5, atol=1e-6)
             assert (row[sample.response_mask == 0] == 0).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.sampled_from([0.0, 0.5, 1.0]))
+def test_discounted_credit_pays_an_answer_with_the_reward_of_its_own_agent(
+    seed: int, steps: int, discount: float
+) -> None:
+    rng = Random(seed)
+    tree = random_tree(rng, steps)
+    rewards = [{"score": 0.5}, *(one for one in random_rewards(rng, tree) if "call" not in one)]
+    trajectory = Trajectory.from_tree(tree, rewards=list(read_rewards(rewards)))
+    statistics = group_statistics(TrajectoryGroup([trajectory, trajectory]), group_std="none")
+    rows = token_advantages(trajectory, statistics, CreditPolicy("discounted", discount))
+    samples_at: dict[int, list[Sample]] = {}
+    found: dict[int, set[float]] = {}
+    for row, sample in zip(rows, trajectory.samples, strict=True):
+        for answer in sample.answers:
+            samples_at.setdefault(answer.node, []).append(sample)
+            found.setdefault(answer.node, set()).update(row[answer.start : answer.end].tolist())
+    # From each last answer up to every trained answer that it follows from.
+    above = {node: parent_of(node, trajectory.parent_answers, set(samples_at)) for node in samples_at}
+    returns: dict[int, list[float]] = {}
+    for last in set(samples_at) - set(above.values()):
+        node, factor = last, 1.0
+        while node != -1:
+            agent = tree.nodes[node].agent or ""
+            values = [
+                reward_of_token(
+                    rewards, agent, tree.nodes[sample.answers[-1].node].path(), with_timeline=True
+                )
+                for sample in samples_at[last]
+            ]
+            baseline = reward_of_token(rewards, agent, [], with_timeline=False)
+            assert baseline is not None
+            value = sum(one for one in values if one is not None) / len(values)
+            returns.setdefault(node, []).append(factor * (value - baseline))
+            node, factor = above[node], factor * discount
+    assert {node: len(values) for node, values in found.items()} == dict.fromkeys(found, 1)
+    assert {node: values.pop() for node, values in found.items()} == pytest.approx(
+        {node: np.mean(values) for node, values in returns.items()}, abs=1e-6
+    )
+
+
+def parent_of(node: int, parents: Mapping[int, int], trained: set[int]) -> int:
+    node = parents.get(node, -1)
+    while node != -1 and node not in trained:
+        node = parents.get(node, -1)
+    return node
+
+
+def test_tokens_that_nobody_rewarded_train_nothing_and_count_in_no_baseline() -> None:
+    def episode(**rewards: float) -> Trajectory:
+        tree = two_agents()
+        posted = [
+            {"score": score, **({"agent": name} if name != "all" else {})} for name, score in rewards.items()
+        ]
+        return Trajectory.from_tree(tree, rewards=posted)
+
+    group = TrajectoryGroup(
+        [episode(solver=1.0), episode(solver=0.0, critic=4.0), episode(all=2.0), episode(all=3.0, solver=2.0)]
+    )
+    statistics = group_statistics(group, group_std="none")
+    assert statistics.of_agent("solver").mean == (1 + 0 + 2 + 2) / 4
+    assert (statistics.of_agent("critic").mean, statistics.of_agent("critic").episodes) == (
+        (4 + 2 + 3) / 3,
+        3,
+    )
+    found = []
+    for trajectory in group:
+        rows = token_advantages(trajectory, statistics, CreditPolicy())
+        found.append(
+            {sample.agent: float(row[0]) for row, sample in zip(rows, trajectory.samples, strict=True)}
+        )
+    assert found == [
+        {"solver": -0.25, "critic": 0.0},
+        {"solver": -1.25, "critic": 1.0},
+        {"solver": 0.75, "critic": -1.0},
+        {"solver": 0.75, "critic": 0.0},
+    ]
+
+
+def two_agents() -> Tree:
+    session = Session("s", ToyCodec())
+    for agent in ("solver", "critic"):
+        turn = session.prepare(Request((Message("user", agent),), agent=agent))
+        ids = session.codec.encode_reply(Message("assistant", "ok"))
+        call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32))).call
+        session.record_delivery(call)
+    return session.tree
+
+
+def test_a_trajectory_built_by_hand_may_have_rewards_of_agents() -> None:
+    trajectory = replace(Trajectory.from_tree(two_agents(), reward=0.5), agent_rewards={"critic": 2.0})
+    rows = token_advantages(trajectory, group_statistics(TrajectoryGroup([trajectory] * 2)), CreditPolicy())
+    assert [row.tolist() for row in rows] == [[0.0] * len(row) for row in rows]
+    scored = trajectory.with_reward(1.0, {"by": "me"})
+    assert [(sample.reward, sample.reward_extras) for sample in scored.samples] == [
+        (1.0, '{"by":"me"}'),
+        (2.0, '{"by":"me"}'),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4))
+def test_a_reward_that_is_added_to_a_trajectory_equals_one_that_was_posted(seed: int, steps: int) -> None:
+    rng = Random(seed)
+    tree = random_tree(rng, steps)
+    rewards = read_rewards([{"score": 1.0, "old": 1}, *random_rewards(rng, tree)])
+    posted = Trajectory.from_tree(tree, rewards=[*rewards, {"score": 0.25, "extras": {"a": 9}}])
+    added = Trajectory.from_tree(tree, rewards=rewards).with_reward(0.25, {"a": 9})
+    for one, other in zip(posted.samples, added.samples, strict=True):
+        assert (one.reward, one.reward_extras) == (other.reward, other.reward_extras)
+
+
+def test_rewards_with_agents_and_extras_survive_files(tmp_path: Path) -> None:
+    rewards = read_rewards(
+        [
+            {"score": 1, "a": 1},
+            {"score": 2, "agent": "critic", "b": "½"},
+            {"score": 3, "call": "call-0", "c": []},
+        ]
+    )
+    samples = export_samples(two_agents(), reward=1.0, rewards=rewards).samples
+    assert [sample.reward_extras for sample in samples] == ['{"a":1}', '{"a":1,"b":"½"}']
+    assert [[(span.agent, span.extras) for span in sample.rewards] for sample in samples] == [
+        [("", '{"c":[]}')],
+        [("critic", '{"b":"½"}')],
+    ]
+    for write, read, name in (
+        (write_jsonl, read_jsonl, "s.jsonl"),
+        (write_parquet, read_parquet, "s.parquet"),
+    ):
+        write(samples, tmp_path / name)
+        for one, other in zip(samples, read(tmp_path / name), strict=True):
+            assert (one.reward, one.rewards, one.reward_extras) == (
+                other.reward,
+                other.rewards,
+                other.reward_extras,
+            )

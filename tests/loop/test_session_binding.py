@@ -74,6 +74,20 @@ def test_samples_carry_the_reward_and_the_session_is_completed(over_http: bool) 
     run(test)
 
 
+@pytest.mark.parametrize("over_http", [False, True])
+def test_the_final_reward_of_a_tool_that_was_not_called_is_kept_as_an_extra(over_http: bool) -> None:
+    async def test() -> None:
+        async with loop_harness(LoopScript((ScriptedTurn("end"),)), over_http=over_http) as s:
+            state = await s.run_once()
+            assert (state.final_rewards, state.is_reported) == ({"act": 0.5}, True)
+            (whole,) = s.managed.rewards
+            assert whole["extras"]["other_rewards"] == {"tool-act": 0.5}
+            (sample,) = await s.model.samples()
+            assert (sample.reward, sample.rewards) == (state.reward_score, ())
+
+    run(test)
+
+
 def test_a_trajectory_without_a_reward_completes_its_session() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +24,7 @@ from branchline.core.errors import InputError
 from branchline.core.reward import Reward
 from branchline.export.rewards import session_reward
 from branchline.rollout import processes
+from branchline.rollout.gateway_pool import GatewayPool
 from branchline.rollout.rewards import RewardScorer, VerifierCommand
 from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.session_result import SessionEnd, SessionJob, SessionResult
@@ -177,6 +178,101 @@ def test_a_reward_that_takes_too_long_fails_the_session() -> None:
 
     (result,) = rewarded(reward, reward_timeout_s=0.02).results
     assert (result.status, result.end.error) == ("failed", "TimeoutError: timed out after 0.02 s")
+
+
+def run_agent(agent: Any, tasks: Any, **options: Any) -> list[SessionResult]:
+    """Runs an agent at a gateway of this process, and at one that is reached over HTTP."""
+    results: list[SessionResult] = []
+
+    async def test() -> None:
+        async with (
+            scripted_gateway() as gateway,
+            scripted_gateway() as remote,
+            GatewayPool([remote.url], remote.admin_key) as pool,
+        ):
+            for place in (gateway, pool):
+                sink = MemorySink()
+                await Rollout(place, agent, sinks=[sink], **options).run(tasks)
+                results.extend(sink.results)
+
+    run(test)
+    return results
+
+
+@pytest.mark.parametrize("end", ["complete", "finalize"])
+@pytest.mark.parametrize("scored_by", ["agent", "function", "verifier", "judge"])
+def test_a_session_that_its_agent_has_ended_gets_its_reward(end: str, scored_by: str) -> None:
+    async def agent(task: Mapping[str, Any], session: Any) -> Any:
+        await ask(session, task["prompt"])
+        await getattr(session, end)()
+        return {"score": 0.5, "by": "x"} if scored_by == "agent" else None
+
+    def judge(task: object, trajectories: Sequence[Trajectory]) -> list[float | None]:
+        return [0.5 for _ in trajectories]
+
+    options: dict[str, dict[str, Any]] = {
+        "agent": {},
+        "function": {"reward": lambda task, trajectory: {"score": 0.5, "by": "x"}},
+        "verifier": {"reward": VerifierCommand("""echo '{"score": 0.5, "by": "x"}'""")},
+        "judge": {"judge": judge},
+    }
+    results = run_agent(agent, [{"id": "a", "prompt": "x"}], **options[scored_by])
+    assert [(result.status, result.reward) for result in results] == [("finished", 0.5)] * 2
+    for result in results:
+        (sample,) = result.samples
+        assert (sample.reward, result.line["reward"]) == (0.5, 0.5)
+        if scored_by != "judge":
+            assert sample.reward_extras == '{"by":"x"}'
+
+
+def test_a_session_that_its_agent_has_aborted_takes_no_reward() -> None:
+    async def agent(task: Mapping[str, Any], session: Any) -> float:
+        await ask(session, task["prompt"])
+        await session.abort("enough")
+        return 1.0
+
+    results = run_agent(agent, [{"id": "a", "prompt": "x"}])
+    assert [(result.status, result.reward, list(result.rewards)) for result in results] == [
+        ("aborted", None, [])
+    ] * 2
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_rewards_of_turns_alone_are_no_reward_where_one_is_required(by_function: bool) -> None:
+    value = [{"score": 1.0, "turn": 1}]
+
+    async def agent(task: Mapping[str, Any], session: Any) -> Any:
+        await ask(session, task["prompt"], agent="solver")
+        return None if by_function else {**value[0], **task.get("part", {})}
+
+    tasks = [{"id": "a", "prompt": "x"}]
+    config = RolloutConfig(require_reward=True)
+    reward = (lambda task, trajectory: value) if by_function else None
+    for result in run_agent(agent, tasks, reward=reward, config=config):
+        assert str(result.end.cause) == "no_reward"
+        assert "rewards for turns, calls or tools only" in result.end.error
+
+
+def test_a_reward_for_a_part_that_the_session_does_not_have_fails_it_and_names_what_there_is() -> None:
+    async def agent(task: Mapping[str, Any], session: Any) -> Any:
+        await ask(session, task["prompt"], agent="solver")
+        return {"score": 1, **task["part"]}
+
+    parts = {
+        "agent": {"agent": "critic"},
+        "tool": {"tool": "shell"},
+        "turn": {"turn": 2},
+        "fine": {"agent": "solver"},
+    }
+    tasks = [{"id": name, "prompt": "x", "part": part} for name, part in parts.items()]
+    for result in run_agent(agent, tasks):
+        name = result.job.task.uid
+        if name == "fine":
+            assert (result.status, result.reward, result.samples[0].reward) == ("finished", 1.0, 1.0)
+            continue
+        assert str(result.end.cause) == "reward_error"
+        expected = {"agent": "'solver'", "tool": "none", "turn": "the main conversation has 1"}[name]
+        assert expected in result.end.error
 
 
 # -- verifier commands -------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ _NAMES = {
     "tool": "the name of a tool",
     "agent": "the name of an agent; the reward of the session is for agents without a name",
 }
-_SCORE = "a finite number, true or false, or an object with such a score"
+_SCORE = "a finite number, true or false"
 
 
 class Reward(TypedDict):

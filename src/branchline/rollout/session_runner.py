@@ -25,6 +25,8 @@ from branchline.rollout.session_gateway import EndedSession, SessionFigures, Ses
 from branchline.rollout.session_result import EndCause, RunnerError, SessionEnd, SessionJob, SessionResult
 from branchline.runtime.managed_session import SessionState
 
+_SMALL_PARTS = ("call", "turn", "tool")
+"""Parts whose rewards are kept beside that of the session, of a timeline or of an agent."""
 _GRACE_S = 5.0
 """How long a cancelled agent may take to end before it is abandoned."""
 
@@ -125,10 +127,17 @@ class SessionRunner:
             except Exception as error:
                 self._exceptions[session_id] = error
                 return replace(SessionEnd.from_error(error), cause=EndCause.REWARD_ERROR)
-            return await self.post_reward(job, reward)
-        if self._require_reward and not figures.rewards:
-            return SessionEnd(EndCause.NO_REWARD, "the agent returned no reward and posted none")
-        return SessionEnd()
+            end = await self.post_reward(job, reward)
+            if end.cause is not None:
+                return end
+            posted = [*figures.rewards, *reward]
+        else:
+            posted = [*figures.rewards]
+        if not self._require_reward or any(reward.keys().isdisjoint(_SMALL_PARTS) for reward in posted):
+            return SessionEnd()
+        if posted:
+            return SessionEnd(EndCause.NO_REWARD, "got rewards for turns, calls or tools only")
+        return SessionEnd(EndCause.NO_REWARD, "the agent returned no reward and posted none")
 
     async def read(self, job: SessionJob) -> tuple[Trajectory, SessionFigures, SessionEnd]:
         """Returns the session as it is now; its end is that of a session that is gone, or whose tokens are
