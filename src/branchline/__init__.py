@@ -51,6 +51,7 @@ if typing.TYPE_CHECKING:
     from branchline.loop.tools.functions import tool
     from branchline.rollout.gateway_pool import GatewayPool
     from branchline.rollout.judge import ChatEndpoint, RelativeJudge
+    from branchline.rollout.judge_scores import Judgement
     from branchline.rollout.ray_cluster import RayCluster, RayConfig
     from branchline.rollout.rewards import VerifierCommand
     from branchline.rollout.rollout import Rollout, RolloutConfig
@@ -147,6 +148,7 @@ _MODULE_OF = {
     "FunctionRunner": "rollout.runners",
     "GatewayPool": "rollout.gateway_pool",
     "JsonlSink": "rollout.sinks",
+    "Judgement": "rollout.judge_scores",
     "LoopRunner": "rollout.runners",
     "MemorySink": "rollout.sinks",
     "ParquetSink": "rollout.sinks",
@@ -196,6 +198,7 @@ __all__ = [
     "HttpModel",
     "Journal",
     "JsonlSink",
+    "Judgement",
     "LoopLimits",
     "LoopOutput",
     "LoopRunner",

@@ -160,7 +160,20 @@ class ReadOnlyList(list[Any]):
 def _own_copy(items: Iterable[object]) -> ReadOnlyList:
     if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
         raise MessageError(_ITEMS, items, "a list of messages and choices")
-    return ReadOnlyList(copy.deepcopy(list(items)))
+    return ReadOnlyList([_copy(item) for item in items])
+
+
+def _copy(value: object) -> object:
+    """Returns a deep copy; lists of token ids, which may be long, are copied at once."""
+    if type(value) is dict:
+        return {key: _copy(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return list(value) if _is_ids(value) else [_copy(entry) for entry in value]
+    return value if isinstance(value, Message) else copy.deepcopy(value)
+
+
+def _is_ids(values: Sequence[object]) -> bool:
+    return bool(values) and isinstance(values[0], int)
 
 
 def _read_kwargs(kwargs: object) -> Mapping[str, Any]:
@@ -282,8 +295,6 @@ def _plain(value: object) -> object:
         value = dump(exclude_none=True)
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list) and any(
-        isinstance(entry, list | Mapping) or hasattr(entry, "model_dump") for entry in value
-    ):
+    if isinstance(value, list) and not _is_ids(value):
         return [_plain(entry) for entry in value]
     return value
