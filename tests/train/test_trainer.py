@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,13 @@ from branchline.train.metrics import read_metrics  # noqa: E402
 from branchline.train.seeded_engine import SeededEngine  # noqa: E402
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step  # noqa: E402
 from tests.train.test_packed_forward import row_logprobs  # noqa: E402
-from tests.train.tiny_policy import ask_twice, create_policy, create_trainer, small_config  # noqa: E402
+from tests.train.tiny_policy import (  # noqa: E402
+    QUESTIONS,
+    ask_twice,
+    create_policy,
+    create_trainer,
+    small_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +176,7 @@ def test_a_run_folder_is_not_overwritten(policy: Path, tmp_path: Path) -> None:
     run_steps(create_trainer(policy, tmp_path / "run", steps=1))
     with pytest.raises(InputError, match="has a run; pass resume=True"):
         create_trainer(policy, tmp_path / "run", steps=2)
-    with pytest.raises(InputError, match="seed: got 7, expected 0"):
+    with pytest.raises(InputError, match="seed: this run has 0, got 7"):
         create_trainer(policy, tmp_path / "run", steps=2, seed=7, resume=True)
 
 
@@ -438,3 +445,42 @@ def test_invalid_settings_are_refused_with_their_names() -> None:
         TrainerConfig(sampling={"temperature": 0.5})
     with pytest.raises(InputError, match="passes: got 0"):
         small_config(update={"passes": 0})
+
+
+async def another_agent(task: Any, session: Any) -> float:
+    return await ask_twice(task, session)
+
+
+def test_a_resumed_run_has_the_settings_that_it_began_with(policy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_steps(create_trainer(policy, folder, steps=1))
+    resume = partial(create_trainer, policy, folder, steps=2, resume=True)
+    for changes, problem in (
+        ({"agent": another_agent}, r"agent: this run has '.*:ask_twice', got '.*:another_agent'"),
+        ({"group_size": 4}, "group_size: this run has 3, got 4"),
+        ({"sampling": {"max_tokens": 3}}, r"sampling: this run has .*, got {'max_tokens': 3}"),
+        ({"group_std": "none"}, "group_std: this run has 'sample', got 'none'"),
+        ({"update": {"temperature": 0.5}}, r"update.temperature: this run has 1.0, got 0.5"),
+        ({"update": {"weight_decay": 0.5}}, r"update.weight_decay: this run has 0.0, got 0.5"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            resume(**changes)
+    config = small_config(steps=2)
+    with pytest.raises(InputError, match="reward: this run has None, got"):
+        Trainer(policy, ask_twice, QUESTIONS, config, run_folder=folder, resume=True, reward=lambda *_: 1.0)
+    with pytest.raises(InputError, match="tasks: this run has"):
+        Trainer(policy, ask_twice, ["another"], config, run_folder=folder, resume=True)
+    assert resume(checkpoint_every=1, max_staleness=1, episode_timeout_s=9.0).step == 1
+
+
+def test_a_run_folder_of_an_older_version_continues_with_one_sentence(
+    policy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    run_steps(create_trainer(policy, folder, steps=1))
+    settings = (folder / "run.json").read_text()
+    (folder / "run.json").unlink()
+    assert create_trainer(policy, folder, steps=2, resume=True).step == 1
+    (sentence,) = [one.message for one in caplog.records if "run.json" in one.message]
+    assert "does not say what the run had as model, agent, reward, tasks" in sentence
+    assert (folder / "run.json").read_text() == settings

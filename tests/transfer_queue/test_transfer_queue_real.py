@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 tq = pytest.importorskip("transfer_queue")
 ray = pytest.importorskip("ray")
 
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError  # noqa: E402
 from branchline.rollout.rollout import Rollout, RolloutConfig  # noqa: E402
 from branchline.rollout.sinks import MemorySink  # noqa: E402
 from branchline.rollout.transfer_queue import TENSOR_FIELDS, TransferQueueSink, make_rows  # noqa: E402

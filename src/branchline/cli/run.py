@@ -31,6 +31,7 @@ from branchline.cli.engine_options import (
     parse_json_object,
 )
 from branchline.cli.engines import build_router, engine_keys
+from branchline.cli.run_settings import describe_run
 from branchline.cli.stats import render_stats
 from branchline.core.errors import InputError
 from branchline.gateway.config import GatewayConfig
@@ -95,7 +96,11 @@ def add_run(commands: Any) -> None:
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the run")
     group.add_argument("--n", type=int, default=1, metavar="N", help="sessions of each task (default: 1)")
-    group.add_argument("--resume", action="store_true", help="continue the run in DIR")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in DIR, with the same tasks, agents, reward, engine and formats",
+    )
     group.add_argument("--limit", type=int, metavar="N", help="run the first N tasks only")
     group.add_argument(
         "--concurrency", type=int, default=64, metavar="N", help="sessions at the same time (default: 64)"
@@ -196,6 +201,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         resume=options.resume,
         is_ray=options.ray is not None,
         samples=options.samples,
+        settings=describe_run(options, runners, reward, judge, None if engine is None else engine[0]),
     )
     try:
         stats = run_server(_run(options, config, tasks, (runners, reward, judge), folder, engine))

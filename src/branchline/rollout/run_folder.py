@@ -23,7 +23,7 @@ from branchline.core.errors import InputError
 from branchline.core.sample import Sample
 from branchline.export.columns import SampleRow
 from branchline.export.jsonl import read_jsonl_rows
-from branchline.rollout.run_settings import keep_settings
+from branchline.rollout.run_settings import RUN_FILE, keep_settings
 from branchline.rollout.sinks import (
     SAMPLES_FILE,
     SAMPLES_FOLDER,
@@ -37,7 +37,6 @@ from branchline.rollout.stats import RolloutStats
 from branchline.rollout.tasks import RolloutTask, new_run_id, task_digest
 
 SampleFormat = Literal["jsonl", "parquet"]
-_RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,11 @@ class RunFolder:
         its agents, its reward, its model; JSON values. Raises InputError for a folder of any other run, with
         each setting that differs.
         """
-        file = path / _RUN_FILE
+        file = path / RUN_FILE
         if file.exists() and not resume:
             raise InputError(f"out: {path} has a run; continue it with --resume, or name another folder")
         if not file.exists() and (path / TRAJECTORIES_FILE).exists():
-            raise InputError(f"out: {path} has {TRAJECTORIES_FILE} and no {_RUN_FILE}, expected a new folder")
+            raise InputError(f"out: {path} has {TRAJECTORIES_FILE} and no {RUN_FILE}, expected a new folder")
         run: dict[str, Any] = {
             "tasks": len(tasks),
             "tasks_digest": task_digest(tasks),

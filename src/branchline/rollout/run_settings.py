@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from branchline.core.errors import InputError
 from branchline.export.jsonl import replace_file
+from branchline.rollout.rewards import RewardFunction, VerifierCommand
+from branchline.rollout.runners import (
+    CommandRunner,
+    DispatchRunner,
+    FunctionRunner,
+    LoopRunner,
+    RemoteRunner,
+    Runner,
+)
 
+JsonValue = Mapping[str, Any] | str | None
+RUN_FILE = "run.json"
 log = logging.getLogger("branchline.rollout")
 
 
@@ -60,7 +72,35 @@ def keep_settings(
     return merged
 
 
-def function_name(function: Callable[..., Any]) -> str:
-    """Returns `module:name` of a function, or of the class of another callable."""
+def describe_runner(runner: Runner) -> JsonValue:
+    """Returns what an agent is: its function, command or address; the class of another runner."""
+    if isinstance(runner, FunctionRunner):
+        function = runner.function
+        return function if isinstance(function, str) else name_function(function)
+    if isinstance(runner, CommandRunner):
+        return {"command": runner.command}
+    if isinstance(runner, RemoteRunner):
+        return {"url": runner.url}
+    if isinstance(runner, LoopRunner):
+        return {"loop": runner.name}
+    if isinstance(runner, DispatchRunner):
+        return describe_runners(runner.runners)
+    return name_function(runner)
+
+
+def describe_runners(runners: Mapping[str, Runner]) -> JsonValue:
+    """Returns what the agents of a run are, by their names."""
+    return {name: describe_runner(runner) for name, runner in sorted(runners.items())}
+
+
+def describe_reward(reward: RewardFunction | VerifierCommand | None) -> JsonValue:
+    """Returns what computes the reward; None if nothing does."""
+    if reward is None or isinstance(reward, VerifierCommand):
+        return None if reward is None else asdict(reward)
+    return name_function(reward)
+
+
+def name_function(function: object) -> str:
+    """Returns `module:name` of a function, or of the class of something else."""
     named: Any = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"

@@ -18,6 +18,7 @@ later: with 0, episodes and updates alternate; with more, the episodes of the ne
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import time
@@ -30,6 +31,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import transformers
@@ -37,7 +39,7 @@ from rich.console import Console
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import EpisodesFailedError, InputError
-from branchline.core.model_folder import MODEL_FILES, find_model_folder
+from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
 from branchline.engines.hf.scheduler import HfConfig
 from branchline.export.batches import training_rows
 from branchline.export.credit import CreditPolicy, GroupStatistics, GroupStd, Normaliser, group_statistics
@@ -47,6 +49,13 @@ from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.rollout.rewards import RewardFunction, VerifierCommand
+from branchline.rollout.run_settings import (
+    RUN_FILE,
+    describe_reward,
+    describe_runner,
+    keep_settings,
+    name_function,
+)
 from branchline.rollout.runners import RunnerSpec, make_runner
 from branchline.train.checkpoints import (
     CheckpointState,
@@ -67,6 +76,11 @@ UNTRUNCATED: Mapping[str, None] = dict.fromkeys(
 )  # fmt: skip
 """Sampling parameters of the agent that a run removes. The trainer's log-probabilities are those of the whole
 distribution, and with a seed of the agent's all episodes of a group would be the same."""
+MAY_CHANGE = frozenset(
+    {"steps", "max_staleness", "engine", "episode_timeout_s", "checkpoint_every", "keep_checkpoints",
+     "report_to", "learning_rate", "schedule", "passes", "max_grad_norm", "max_batch_tokens"}
+)  # fmt: skip
+"""Fields of TrainerConfig and of its `update` that a resumed run may have otherwise."""
 log = logging.getLogger("branchline.train")
 
 
@@ -160,6 +174,9 @@ class Trainer(Generic[T]):
             raise InputError(
                 f"run_folder: {self.run_folder} has a run; pass resume=True to continue it, or another folder"
             )
+        is_resumed = checkpoint is not None or (self.run_folder / METRICS_FILE).exists()
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        keep_settings(self.run_folder / RUN_FILE, self._settings(), resume=is_resumed)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.codec = GenericCodec.open(self._model_folder)
         reference = self._load(self._model_folder) if config.update.loss.reference_kl_coefficient else None
@@ -346,11 +363,35 @@ class Trainer(Generic[T]):
             keep=self.config.keep_checkpoints,
         )
 
+    def _settings(self) -> dict[str, Any]:
+        """Returns what the run is: what a resumed one must have again."""
+        config = json.loads(json.dumps(asdict(self.config), default=sorted))
+        update = {name: value for name, value in config.pop("update").items() if name not in MAY_CHANGE}
+        return {
+            "model": model_name(self._model_folder),
+            "agent": describe_runner(self._agent),
+            "reward": describe_reward(self._reward),
+            "tasks": _describe_tasks(self._tasks),
+            **{name: value for name, value in config.items() if name not in MAY_CHANGE},
+            **{f"update.{name}": value for name, value in update.items()},
+        }
+
     def _create_run_folder(self) -> Path:
-        self.run_folder.mkdir(parents=True, exist_ok=True)
         settings = json.dumps(asdict(self.config), indent=1, default=sorted)
         (self.run_folder / "config.json").write_text(settings + "\n")
         return self.run_folder
+
+
+def _describe_tasks(tasks: Sequence[Any] | Callable[[Random], Any]) -> str:
+    """Returns the name of a function that draws tasks, else the number of tasks and, of JSON values, their
+    digest."""
+    if callable(tasks):
+        return name_function(tasks)
+    try:
+        data = msgspec.json.encode(list(tasks), order="deterministic")
+    except (TypeError, ValueError):
+        return f"{len(tasks)} tasks"
+    return f"{len(tasks)} tasks, {hashlib.blake2b(data, digest_size=8).hexdigest()}"
 
 
 _DESCRIBED = (
