@@ -141,7 +141,7 @@ class ResumableScriptedEngine:
     logprob_kind: Any = "processed"
     logprobs_after_truncation: bool | None = True
     greedy_logprob_temperature: float | None = 1.0
-    supports_images: bool = False
+    supports_images: bool = True
     supported_fields: frozenset[str] = frozenset()
     constrains_raw_logprobs: bool = False
     max_context: int | None = None

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from branchline import ToyCodec
+from branchline.core.errors import EngineInputError, InputError
+from branchline.core.message import Media
 from branchline.core.reader import read_media_part
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.output import build_output
@@ -184,18 +187,20 @@ DOT = read_media_part({"image_url": {"url": "data:image/png;base64,iVBORw0KGgo="
 FILM = read_media_part({"video_url": {"url": "data:video/mp4;base64,AAAAIGZ0eXA="}}, "video_url")
 
 
+@dataclass
 class Camera(BaseTool):
-    """Returns an image and a video."""
+    """Returns what it saw."""
 
+    media: tuple[Media, ...]
     name = "act"
     schema = function_schema("act", "Looks.", {"type": "object"})
 
     async def execute(self, instance: Any, arguments: Any) -> ToolResult:
-        return ToolResult("a very long caption", media=(DOT, FILM))
+        return ToolResult("a very long caption", media=self.media)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_images_and_videos_of_tools_reach_the_model_and_the_output(over_http: bool) -> None:
+def test_images_of_tools_reach_the_model_and_the_output(over_http: bool) -> None:
     async def test() -> None:
         async with loop_harness(
             LoopScript(
@@ -205,13 +210,30 @@ def test_images_and_videos_of_tools_reach_the_model_and_the_output(over_http: bo
         ) as s:
             state = LoopState.begin(s.task())
             limits = LoopLimits(tool_response_length=6, tool_response_unit="characters")
-            async with AgentLoop(s.model, state, tools=ToolSelection((Camera(),)), limits=limits) as loop:
+            async with AgentLoop(
+                s.model, state, tools=ToolSelection((Camera((DOT,)),)), limits=limits
+            ) as loop:
                 state = LoopState.decode((await loop.run()).encode("json"))
-            assert state.messages[3].parts == ("a v...(truncated)...ion", DOT, FILM)
+            assert state.messages[3].parts == ("a v...(truncated)...ion", DOT)
             prompt = s.codec.decode(s.model.replies[1].prompt_ids)
-            assert f"a v...(truncated)...ion<image {DOT.digest}><video {FILM.digest}>" in prompt
+            assert "a v...(truncated)...ion<image>" in prompt
             output = await build_output(state, s.model)
-            assert output.multi_modal_data == {"image": (DOT,), "video": (FILM,)}
+            assert output.multi_modal_data == {"image": (DOT,)}
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_video_of_a_tool_is_refused_because_no_engine_takes_it(over_http: bool) -> None:
+    async def test() -> None:
+        script = LoopScript((ScriptedTurn("look", tool_calls=(ScriptedToolCall(result="found"),)),))
+        async with loop_harness(script, over_http=over_http) as s:
+            state = LoopState.begin(s.task())
+            async with AgentLoop(s.model, state, tools=ToolSelection((Camera((DOT, FILM)),))) as loop:
+                with pytest.raises(
+                    (InputError, EngineInputError), match="media: got video, expected text and images"
+                ):
+                    await loop.run()
 
     run(test)
 

@@ -12,9 +12,10 @@ from branchline.core.errors import MessageError
 from branchline.engines.base import CONSTRAINT_FIELDS, SamplingParams
 from branchline.engines.replicas import Replicas
 from branchline.runtime.request_fields import (
-    IGNORED_FIELDS,
+    COUNTED_FIELDS,
+    HINT_FIELDS,
     NEUTRAL_VALUES,
-    RECORDED_FIELDS,
+    PARTLY_APPLIED_FIELDS,
     SAMPLING_FIELDS,
     check_recordable,
     review_fields,
@@ -25,8 +26,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "fields.md"
 SECTIONS = {
     "Fields that every engine has": frozenset(SAMPLING_FIELDS),
     "Fields that change sampling": CONSTRAINT_FIELDS,
-    "Fields that are recorded": RECORDED_FIELDS,
-    "Fields that are ignored": IGNORED_FIELDS,
+    "Fields that are counted": COUNTED_FIELDS | PARTLY_APPLIED_FIELDS - {"function_call"},
+    "Hints": HINT_FIELDS,
     "Fields that are refused": frozenset(NEUTRAL_VALUES),
 }
 

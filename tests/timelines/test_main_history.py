@@ -20,6 +20,7 @@ from branchline import (
     classify_forks,
 )
 from branchline.core.call import Delivery
+from branchline.export.jsonl import report_from_json, report_to_json
 from branchline.testing.plan_runner import PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator
 from branchline.timelines.causes import Cause
@@ -123,6 +124,21 @@ def test_a_critic_without_a_name_is_not_the_main_history(solved: Session, shown:
     assert [fork.cause for fork in report.forks] == [Cause.OTHER_SYSTEM_PROMPT]
     assert (report.edges, report.unnamed_conversations) == ([], 1)
     assert main_text(solved) == ANSWER
+
+
+def test_agents_without_names_are_warned_about(solved: Session) -> None:
+    policy = ExportPolicy(include_missing_logprobs=True)
+    before = Trajectory.from_session(solved, policy=policy).report
+    assert before is not None
+    assert (before.unnamed_conversations, before.warnings) == (0, ())
+    commit_reply(solved, [CRITIC, JUDGE], "It is right.")
+    commit_reply(solved, [SYSTEM, TASK], "Two.", agent="named")
+    report = Trajectory.from_session(solved, policy=policy).report
+    assert report is not None
+    assert report.unnamed_conversations == 1
+    (warning,) = report.warnings
+    assert "1 conversations under other system prompts have no agent name" in warning
+    assert report_from_json(report_to_json(report)) == report
 
 
 def test_a_conversation_without_a_system_prompt_is_another_one(solved: Session) -> None:

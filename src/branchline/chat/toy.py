@@ -2,7 +2,8 @@
 
 By default a message renders as `role:content\\n` and the generation prompt is `assistant:`. With a terminator
 the codec behaves like ChatML: an output that stopped ends with it, and one that was cut gets it as context.
-It can strip earlier reasoning as real templates do.
+It can strip earlier reasoning as real templates do. An image is one placeholder token, as it is in the
+templates of vision models; other media are one token each, and no engine takes them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,17 @@ THINK, END_THINK, CALL, END_CALL = 256, 257, 258, 259
 """Tokens after the bytes: they delimit reasoning and tool calls, and no text encodes to them."""
 STOP = 260
 """The terminator of `ToyCodec.chatml()`."""
-_TOKEN_NAMES = {THINK: "<think>", END_THINK: "</think>", CALL: "<call>", END_CALL: "</call>", STOP: "<end>"}
+IMAGE, OTHER_MEDIA = 261, 262
+"""Placeholders: the image itself is in the `ImageSpan` of its place."""
+_TOKEN_NAMES = {
+    THINK: "<think>",
+    END_THINK: "</think>",
+    CALL: "<call>",
+    END_CALL: "</call>",
+    STOP: "<end>",
+    IMAGE: "<image>",
+    OTHER_MEDIA: "<media>",
+}
 
 
 def _plain_header(role: str) -> Sequence[int]:
@@ -130,8 +141,13 @@ class ToyCodec:
     def image_spans(
         self, messages: Sequence[Message], prompt_ids: Ids, is_sampled: NDArray[np.bool_] | None = None
     ) -> tuple[ImageSpan, ...]:
-        """Returns none: media are written as text, with their digest."""
-        return ()
+        """Returns the images of a prompt at their placeholders."""
+        images = [media for message in messages for media in message.media if media.kind == "image"]
+        is_placeholder = prompt_ids == IMAGE
+        if is_sampled is not None:
+            is_placeholder &= ~is_sampled
+        offsets = np.flatnonzero(is_placeholder).tolist()
+        return tuple(ImageSpan(media, offset, 1) for media, offset in zip(images, offsets, strict=True))
 
     def count_tokens(
         self,
@@ -190,8 +206,10 @@ def _body_ids(message: Message, *, strip: bool = False) -> list[int]:
     if message.reasoning_content and not strip:
         body += [THINK, *message.reasoning_content.encode("utf-8", "surrogatepass"), END_THINK]
     for part in message.parts or (message.content,):
-        text = part if isinstance(part, str) else f"<{part.kind} {part.digest}>"
-        body += text.encode("utf-8", "surrogatepass")
+        if isinstance(part, str):
+            body += part.encode("utf-8", "surrogatepass")
+        else:
+            body.append(IMAGE if part.kind == "image" else OTHER_MEDIA)
     for call in message.tool_calls:
         body += [CALL, *f"{call.name} {call.arguments}".encode("utf-8", "surrogatepass"), END_CALL]
     return body

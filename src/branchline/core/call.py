@@ -7,7 +7,8 @@ tool list of a request is read once and identified by a digest.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -90,6 +91,12 @@ class ToolList(tuple[dict[str, Any], ...]):
     @cached_property
     def digest(self) -> bytes:
         return json_digest([dict(tool) for tool in self])
+
+    @cached_property
+    def has_strict_tools(self) -> bool:
+        """Whether a tool asks that its arguments always match its schema."""
+        functions = [tool.get("function") for tool in self]
+        return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
 
     @cached_property
     def cached_json_dicts(self) -> list[CachedJsonDict]:
@@ -265,3 +272,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     has_instructions: bool = False
     """The first message was instructions for this call only. Kept on the call, because a call that sent the
     same text as a regular message shares the node."""
+
+    @property
+    def not_applied(self) -> tuple[str, ...]:
+        """What the request asked for and nobody did: accepted, not applied."""
+        return tuple(self.sampling.get("not_applied", ()))
+
+
+def count_not_applied(calls: Iterable[Call]) -> dict[str, int]:
+    """Returns what calls asked for and nobody did, with the number of calls."""
+    return dict(sorted(Counter(name for call in calls for name in call.not_applied).items()))

@@ -7,7 +7,7 @@ mask is 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -177,10 +177,29 @@ class ExportReport:
     missing_logprobs: int = 0
     unassigned_rewards: int = 0
     """Rewards for a turn, an answer, an agent or a timeline that no sample trains."""
+    not_applied: Mapping[str, int] = field(default_factory=dict)
+    """What calls asked for and nobody did (accepted, not applied), with the number of calls."""
+    unnamed_conversations: int = 0
+    """Conversations under other system prompts that no agent name tells from the main history."""
 
     @property
     def dropped_tokens(self) -> int:
         return sum(dropped.tokens for dropped in self.dropped)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may be wrong with the session, as sentences."""
+        found: list[str] = []
+        if self.unnamed_conversations:
+            found.append(
+                f"{self.unnamed_conversations} conversations under other system prompts have no agent name: "
+                "they are taken for other agents and left out of the main history; name agents in the URL "
+                "(/agents/NAME/v1) or in the header x-branchline-agent"
+            )
+        if self.not_applied:
+            names = ", ".join(f"{name} ({count} calls)" for name, count in self.not_applied.items())
+            found.append(f"accepted, not applied: {names}")
+        return tuple(found)
 
     @property
     def is_balanced(self) -> bool:

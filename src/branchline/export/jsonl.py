@@ -85,6 +85,8 @@ def report_to_json(report: ExportReport) -> dict[str, Any]:
         "inexact_tokens": report.inexact_tokens,
         "missing_logprobs": report.missing_logprobs,
         "unassigned_rewards": report.unassigned_rewards,
+        "not_applied": dict(report.not_applied),
+        "unnamed_conversations": report.unnamed_conversations,
         "dropped": [
             {"reason": dropped.reason, "call": dropped.call, "tokens": dropped.tokens}
             for dropped in report.dropped

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from branchline.core.call import count_not_applied
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
 from branchline.core.option_checks import check_count, check_number
 from branchline.core.sample import (
@@ -127,7 +128,8 @@ class SampleStream:
         self._sample_count = 0
         self._measurements: dict[int, LogprobMeasurement] = {}
         """By the index of the call; many samples share an answer."""
-        self._report = report = _build_report(tree, self.policy, self._pruned, self.counts)
+        report = _build_report(tree, self.policy, self._pruned, self.counts)
+        self._report = replace(report, unnamed_conversations=fork_report.unnamed_conversations)
         policy = self.policy
         if report.missing_logprobs and policy.missing_logprob is None and not policy.include_missing_logprobs:
             raise MissingLogprobsError(
@@ -272,7 +274,8 @@ def export_nothing(tree: Tree, reason: DropReason) -> Export:
         and node.sampled_ids is not None
         and not tree.is_resumed(tree.call_of(node))
     ]
-    return Export([], ExportReport(sum(entry.tokens for entry in dropped), 0, tuple(dropped)))
+    sampled = sum(entry.tokens for entry in dropped)
+    return Export([], ExportReport(sampled, 0, tuple(dropped), not_applied=count_not_applied(tree.calls)))
 
 
 def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> dict[int, str]:
@@ -441,4 +444,11 @@ def _build_report(
         inexact += kept if node.output.inexact else 0
         logprobs = node.output.logprobs
         missing += kept if logprobs is None else int(np.isnan(logprobs[:kept]).sum())
-    return ExportReport(sampled, trained, tuple(dropped), 0, inexact, missing)
+    return ExportReport(
+        sampled,
+        trained,
+        tuple(dropped),
+        inexact_tokens=inexact,
+        missing_logprobs=missing,
+        not_applied=count_not_applied(tree.calls),
+    )

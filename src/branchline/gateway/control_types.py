@@ -52,6 +52,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     """The last score for the whole session."""
     rewards: list[Reward]
+    not_applied: dict[str, int]
+    """What calls asked for and nobody did (accepted, not applied), with the number of calls."""
 
 
 class SessionStateView(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +141,8 @@ class CallView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     agent: str
     sampling: dict[str, Any]
+    not_applied: list[str]
+    """What its request asked for and nobody did."""
 
 
 class TreeView(msgspec.Struct, frozen=True, kw_only=True):

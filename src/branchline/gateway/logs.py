@@ -19,11 +19,12 @@ from typing import Any, Literal, TextIO
 from branchline.core.reader import write_message
 from branchline.runtime.call_record import CallObserver, CallRecord, CallRequest, CallResult, cause_chain
 from branchline.runtime.session_store import SessionStore
-from branchline.timelines.causes import classify_forks
+from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.diagnosis import diagnose
 
 log = logging.getLogger("branchline.calls")
 fork_log = logging.getLogger("branchline.forks")
+session_log = logging.getLogger("branchline.sessions")
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -92,6 +93,23 @@ class ForkLogger:
             )
 
 
+_warned_of_names: list[str] = []
+
+
+def warn_unnamed_conversations(session_id: str, report: ForkReport) -> None:
+    """Warns of the first session whose agents have other system prompts and no names."""
+    if report.unnamed_conversations and not _warned_of_names:
+        _warned_of_names.append(session_id)
+        session_log.warning(
+            "session %s: %d conversations under other system prompts have no agent name; they are left out "
+            "of the main history. Name agents in the URL (/agents/NAME/v1) or in x-branchline-agent. Further "
+            "sessions are not logged: see `unnamed_conversations` in their reports.",
+            session_id,
+            report.unnamed_conversations,
+            extra={"session": session_id},
+        )
+
+
 def call_fields(record: CallRecord, contents: bool = False) -> dict[str, Any]:
     """A call as the fields of a line; unknown values are left out."""
     fields: dict[str, Any] = {
@@ -128,6 +146,7 @@ def _result_fields(result: CallResult) -> dict[str, Any]:
         "encoded_tokens": result.encoded_tokens,
         "finish_reasons": [answer.finish_reason for answer in result.answers],
         "versions": result.version_range,
+        "not_applied": list(result.not_applied) or None,
     }
 
 

@@ -6,10 +6,16 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from branchline.gateway.logs import warn_unnamed_conversations
 from branchline.runtime.call_record import CallRecord, Outcome
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.request_fields import COUNTED_FIELDS, PARTLY_APPLIED_FIELDS
 from branchline.timelines.causes import classify_forks
 
+_COUNTED_NAMES = (
+    COUNTED_FIELDS | PARTLY_APPLIED_FIELDS | {"tools", "input", "text", "stream_options", "logprobs"}
+)
+"""Labels of fields that were not applied: clients choose other names, whose number must be limited."""
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 120)
 
 
@@ -45,6 +51,12 @@ class GatewayMetrics:
             "Assistant messages that matched several recorded outputs.",
             registry=registry,
         )
+        self._not_applied = Counter(
+            "branchline_fields_not_applied",
+            "Calls by the field of their request that was accepted and not applied.",
+            ["field"],
+            registry=registry,
+        )
         self._forks = Counter(
             "branchline_forks", "Forks of ended sessions by cause.", ["cause"], registry=registry
         )
@@ -66,11 +78,16 @@ class GatewayMetrics:
         for equivalence in result.equivalences:
             self._equivalences.labels(equivalence).inc()
         self._ambiguous.inc(result.ambiguous_match)
+        for name in {name.partition(".")[0] for name in result.not_applied}:
+            self._not_applied.labels(name if name in _COUNTED_NAMES else "other").inc()
 
     def record_session_end(self, managed: ManagedSession) -> None:
-        """Counts the forks of a session, once, when no call can change them any more."""
+        """Counts the forks of a session, once, when no call can change them any more, and warns if its agents
+        have no names."""
         tree = managed.session.snapshot()
-        for fork in classify_forks(tree).forks:
+        report = classify_forks(tree)
+        warn_unnamed_conversations(managed.id, report)
+        for fork in report.forks:
             self._forks.labels(fork.cause).inc()
 
     def render(self) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from branchline.core.call import count_not_applied
 from branchline.core.message import Message
 from branchline.core.reader import write_message
 from branchline.core.token_arrays import Floats
@@ -46,15 +47,19 @@ def session_view(managed: ManagedSession) -> dict[str, Any]:
         "sampled_tokens": managed.sampled_tokens,
         "reward": managed.reward,
         "rewards": managed.rewards,
+        "not_applied": count_not_applied(tree.calls),
     }
 
 
 def tree_parts(managed: ManagedSession) -> Iterator[bytes]:
-    """Yields the JSON of a tree: every node, with the cause of the branch it begins, and how each call was
-    sampled."""
+    """Yields the JSON of a tree: every node, with the cause of the branch it begins, how each call was
+    sampled, and what it asked for and nobody did."""
     tree = managed.session.snapshot()
     yield from _list_parts("nodes", _node_views(tree))
-    calls = [{"id": call.id, "agent": call.agent, "sampling": call.sampling} for call in tree.calls]
+    calls = [
+        {"id": call.id, "agent": call.agent, "sampling": call.sampling, "not_applied": call.not_applied}
+        for call in tree.calls
+    ]
     yield b',"calls":' + msgspec.json.encode(calls) + b"}"
 
 

@@ -38,7 +38,7 @@ from branchline.runtime.call_record import (
     new_call_id,
 )
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.request_fields import READ_FIELDS, review_fields
+from branchline.runtime.request_fields import LOOP_FIELDS, review_fields
 from branchline.runtime.sampling import (
     find_overridden,
     merge_sampling,
@@ -46,6 +46,7 @@ from branchline.runtime.sampling import (
     read_int,
     read_sampling_params,
     read_strings,
+    read_tool_choice,
 )
 
 ToolSchemas = Sequence[Mapping[str, Any]]
@@ -304,14 +305,16 @@ class SessionModel:
         is_limited = params.get("max_tokens") is not None
         limit = read_int(params, "max_tokens", 1, 1, 2**31) if is_limited else None
         fields = merge_sampling(dict(params), self.managed.options)
-        other_fields = {name: fields[name] for name in fields.keys() - READ_FIELDS["chat/completions"]}
+        other_fields = {name: fields[name] for name in fields.keys() - LOOP_FIELDS}
         requested, _ = review_fields(other_fields, ignore_unknown=False)
         template = fields.get("chat_template_kwargs", {})
         if not isinstance(template, Mapping):
             raise MessageError("chat_template_kwargs", template, "an object or null")
+        tool_choice = read_tool_choice(fields)
+        shown_tools = () if tool_choice == "none" else tools
         request = Request(
             tuple(messages),
-            tools if isinstance(tools, ToolList) else tuple(tools),
+            shown_tools if isinstance(shown_tools, ToolList) else tuple(shown_tools),
             chat_template_kwargs=replace_surrogates_deep(dict(template)),
             agent=self.agent,
         )
@@ -322,6 +325,7 @@ class SessionModel:
             stream=True,
             stop=read_strings(fields, "stop"),
             single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
+            tool_choice=tool_choice,
             other_fields=other_fields,
             requested=requested,
             overridden_fields=find_overridden(params, self.managed.options),

@@ -35,6 +35,7 @@ from branchline.runtime.call_record import (
 from branchline.runtime.compaction import build_edit, compacted_prefix, plan_edit, summary_prompt
 from branchline.runtime.limits import reserve_tokens, run_in_prepare_thread
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.not_applied import not_applied_fields
 from branchline.runtime.request_fields import check_recordable
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, check_supported, sampling_record
@@ -81,6 +82,8 @@ async def run_call(
         sampling["ignored_fields"] = dict(call_request.ignored_fields)
     if call_request.overridden_fields:
         sampling["overridden"] = dict(call_request.overridden_fields)
+    if not_applied := not_applied_fields(call_request):
+        sampling["not_applied"] = not_applied
     if (
         requested
         or call_request.overridden_fields
@@ -100,6 +103,9 @@ async def run_call(
             raise EngineInputError(
                 f"images: got {len(turn.images)}, expected none: {engine.name} takes no images"
             )
+        others = {media.kind for message in turn.messages for media in message.media} - {"image"}
+        if others:
+            raise EngineInputError(f"media: got {', '.join(sorted(others))}, expected text and images")
         earlier = await load_partial(managed, turn, call_request.n, record.call_id) if resumes else []
         params = _engine_params(managed, engine, turn, call_request, flush_s)
         with ExitStack() as stack:
@@ -268,6 +274,7 @@ def record_result(
         max(0, usage.prompt_tokens - call.encoded_tokens),
         tuple([applied.equivalence for applied in call.applied_equivalences]),
         call.ambiguous_match,
+        call.not_applied,
         counted,
     )
     return record.result

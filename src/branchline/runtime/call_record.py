@@ -87,6 +87,8 @@ class CallRequest:
     """The fields of the request that its protocol does not read."""
     requested: Mapping[str, Any] = field(default_factory=dict)
     """Fields that engines here cannot follow; they are recorded."""
+    not_applied: tuple[str, ...] = ()
+    """What the protocol found that nobody does, beside the fields in `requested`: tools of vendors, …"""
     ignored_fields: Mapping[str, Any] = field(default_factory=dict)
     """Unsupported fields of a lenient client; they are recorded."""
     overridden_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -123,6 +125,8 @@ class CallResult:
     """What was tolerated to recognise messages of the request, once for each message."""
     ambiguous_match: bool = False
     """Several recorded outputs matched an assistant message of the request."""
+    not_applied: tuple[str, ...] = ()
+    """What the request asked for and nobody did."""
     upstream_usage: TokenUsage | None = None
     """The counts of an upstream; None if Branchline counted."""
 

@@ -1,15 +1,16 @@
 """What is done with each field of a request: one table for all protocols.
 
-A field is read by its protocol, changes sampling (`CONSTRAINT_FIELDS` of `engines/base.py`), is recorded, is
-harmless, or is refused. Nothing that a client asks for is dropped silently: what changes sampling reaches the
-engine and is recorded with the call, and a field that is in no table is refused by its name.
+A field has one use (`FieldUse`): it is *done* by its protocol, *passed* to the engine (`CONSTRAINT_FIELDS` of
+`engines/base.py`), a *hint* that cannot change an answer, *counted* (accepted, because a refusal would stop
+real clients, and not applied: `runtime/not_applied.py`), or *refused*. Nothing that a client asks for is
+dropped silently, and a field that is in no table is refused by its name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +18,8 @@ from branchline.core.errors import MessageError
 from branchline.engines.base import CONSTRAINT_FIELDS as CONSTRAINT_FIELDS
 
 log = logging.getLogger("branchline.gateway")
+
+FieldUse = Literal["done", "passed", "hint", "counted", "refused"]
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -29,7 +32,7 @@ SAMPLING_FIELDS = (
     "seed",
 )
 """Fields that every engine and every protocol has."""
-_COMMON = frozenset({*SAMPLING_FIELDS, "model", "user", "stream", "stop", "max_tokens"})
+_COMMON = frozenset({*SAMPLING_FIELDS, "model", "stream", "stop", "max_tokens"})
 _CONVERSATION = _COMMON | {"tools", "tool_choice", "chat_template_kwargs"}
 READ_FIELDS: Mapping[str, frozenset[str]] = {
     "chat/completions": _CONVERSATION
@@ -65,8 +68,21 @@ READ_FIELDS: Mapping[str, frozenset[str]] = {
     "messages": _CONVERSATION | {"messages", "system", "stop_sequences", "thread", "output_format"},
 }
 """The fields that each protocol reads itself."""
+LOOP_FIELDS = frozenset(
+    {*SAMPLING_FIELDS, "stop", "max_tokens", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
+)
+"""The fields that a model of the agent loop reads; the others are those of Chat Completions."""
+PARTLY_APPLIED_FIELDS = frozenset({"tool_choice", "function_call", "top_logprobs", "include"})
+"""Fields that protocols read, of which some values are counted."""
+REFUSED_WHERE_READ: Mapping[str, frozenset[str]] = {
+    "chat/completions": frozenset(),
+    "completions": frozenset({"echo", "suffix", "best_of"}),
+    "responses": frozenset({"background", "conversation", "prompt"}),
+    "messages": frozenset({"thread"}),
+}
+"""Fields that a protocol reads to refuse all values but those that ask for nothing."""
 
-RECORDED_FIELDS = frozenset(
+COUNTED_FIELDS = frozenset(
     {
         "reasoning_effort",
         "reasoning",
@@ -85,14 +101,15 @@ RECORDED_FIELDS = frozenset(
         "task",
     }
 )
-"""What clients ask of a vendor's model and no engine here knows: recorded with the call as `requested`."""
+"""What clients ask of a vendor's model and no engine here knows: accepted, recorded with the call as
+`requested`, and counted as not applied."""
 
-IGNORED_FIELDS = frozenset(
+HINT_FIELDS = frozenset(
     {
         # names, labels, billing and storage of a vendor
-        *("metadata", "client_metadata", "safety_identifier", "user_profile_id", "workspace_id"),
+        *("user", "metadata", "client_metadata", "safety_identifier", "user_profile_id", "workspace_id"),
         *("store", "service_tier", "inference_geo", "access_programs", "fallback_credit_token"),
-        *("betas", "anthropic_beta", "anthropic_version", "diagnostics"),
+        *("betas", "anthropic_beta", "anthropic_version", "diagnostics", "billing_policy"),
         # caches and speed
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"),
         *("cache_salt", "extra_key", "prediction", "priority", "stream_interval", "stream_options"),
@@ -102,7 +119,7 @@ IGNORED_FIELDS = frozenset(
         *("provider", "route", "models", "usage"),
     }
 )
-"""Fields that cannot change an answer here."""
+"""Hints that change no token of an answer by their definition: labels, billing, caches, speed, placement."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     # other ways to sample
@@ -188,6 +205,23 @@ _MAX_LOGGED_NAMES = 1000
 """Clients choose the names, so their number is limited."""
 
 
+def field_use(protocol: str, name: str) -> FieldUse:
+    """What a protocol does with a field.
+
+    >>> [field_use("messages", name) for name in ("system", "thinking", "temprature")]
+    ['done', 'counted', 'refused']
+    """
+    if name in READ_FIELDS[protocol]:
+        if name in PARTLY_APPLIED_FIELDS:
+            return "counted"
+        return "refused" if name in REFUSED_WHERE_READ[protocol] else "done"
+    if name in CONSTRAINT_FIELDS:
+        return "passed"
+    if name in COUNTED_FIELDS:
+        return "counted"
+    return "hint" if name in HINT_FIELDS else "refused"
+
+
 def review_fields(
     other_fields: Mapping[str, Any], *, ignore_unknown: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -199,9 +233,9 @@ def review_fields(
     requested: dict[str, Any] = {}
     unsupported: dict[str, Any] = {}
     for name, value in other_fields.items():
-        if name in RECORDED_FIELDS:
+        if name in COUNTED_FIELDS:
             requested[name] = value
-        elif name not in CONSTRAINT_FIELDS and name not in IGNORED_FIELDS and not _is_neutral(name, value):
+        elif name not in CONSTRAINT_FIELDS and name not in HINT_FIELDS and not _is_neutral(name, value):
             unsupported[name] = value
     if unsupported and not ignore_unknown:
         name, value = next(iter(unsupported.items()))

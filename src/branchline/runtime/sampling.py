@@ -390,6 +390,14 @@ def read_bool(fields: JsonObject, name: str, default: bool = False) -> bool:
     return value
 
 
+def read_tool_choice(fields: JsonObject, name: str = "tool_choice") -> object:
+    """The `tool_choice` of Chat Completions; None for `auto`."""
+    choice = fields.get(name, "auto")
+    if choice not in ("auto", "none", "required") and not isinstance(choice, dict):
+        raise MessageError(name, choice, "none, auto, required or a tool's name in an object")
+    return None if choice == "auto" else choice
+
+
 def read_strings(fields: JsonObject, name: str) -> tuple[str, ...]:
     value = fields.get(name) or []
     value = [value] if isinstance(value, str) else value

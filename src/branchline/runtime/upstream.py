@@ -30,7 +30,8 @@ from branchline.runtime.call_lifecycle import commit_call, prepare_call, record_
 from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.request_fields import IGNORED_FIELDS, check_recordable
+from branchline.runtime.not_applied import APPLIED_BY_UPSTREAMS, not_applied_fields
+from branchline.runtime.request_fields import HINT_FIELDS, check_recordable
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, merge_fields
 from branchline.runtime.upstream_answer import UpstreamAnswer, align_logprobs
 
@@ -115,7 +116,7 @@ def _sampling_record(call_request: CallRequest) -> dict[str, Any]:
     sampling = dict(call_request.request.sampling)
     requested = {
         **call_request.requested,
-        **{name: value for name, value in call_request.other_fields.items() if name not in IGNORED_FIELDS},
+        **{name: value for name, value in call_request.other_fields.items() if name not in HINT_FIELDS},
     }
     if call_request.tool_choice not in (None, "none"):
         requested["tool_choice"] = call_request.tool_choice
@@ -124,6 +125,13 @@ def _sampling_record(call_request: CallRequest) -> dict[str, Any]:
     sampling |= {"constraints": constraints} if constraints else {}
     if call_request.overridden_fields:
         sampling["overridden"] = dict(call_request.overridden_fields)
+    # An upstream of the same protocol gets the fields as they are.
+    not_applied = (
+        not_applied_fields(call_request, APPLIED_BY_UPSTREAMS)
+        if call_request.upstream_options is None
+        else []
+    )
+    sampling |= {"not_applied": not_applied} if not_applied else {}
     sampling |= {"ignored_fields": dict(call_request.ignored_fields)} if call_request.ignored_fields else {}
     check_recordable(sampling)
     return sampling

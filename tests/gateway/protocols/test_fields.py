@@ -20,10 +20,10 @@ from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from branchline.runtime.request_fields import (
     CONSTRAINT_FIELDS,
-    IGNORED_FIELDS,
+    COUNTED_FIELDS,
+    HINT_FIELDS,
     NEUTRAL_VALUES,
     READ_FIELDS,
-    RECORDED_FIELDS,
 )
 from tests.gateway.harness import Agent, agent, run
 from tests.gateway.protocols.protocol_clients import BODIES, PROTOCOLS, post
@@ -182,7 +182,7 @@ def test_a_field_without_effect_here_is_refused_unless_it_asks_for_nothing(proto
 def test_a_wish_that_no_engine_here_knows_is_recorded(protocol: str) -> None:
     async def test() -> None:
         async with _agent() as (a, _):
-            for name in RECORDED_FIELDS - READ_FIELDS[protocol]:
+            for name in COUNTED_FIELDS - READ_FIELDS[protocol]:
                 assert (await post(a, protocol, "p", **{name: {"effort": "low"}})).status_code == 200
                 assert _recorded(a)["requested"] == {name: {"effort": "low"}}
             await post(a, protocol, "p")
@@ -246,7 +246,7 @@ def test_no_field_is_answered_without_effect_or_record() -> None:
     def neutrals(name: str) -> tuple[Any, ...]:
         return NEUTRAL_VALUES.get(name, ())
 
-    names = sorted({*CONSTRAINT_FIELDS, *RECORDED_FIELDS, *NEUTRAL_VALUES, "tempature", "x_new"})
+    names = sorted({*CONSTRAINT_FIELDS, *COUNTED_FIELDS, *NEUTRAL_VALUES, "tempature", "x_new"})
 
     @given(st.sampled_from(PROTOCOLS), st.sampled_from(names), VALUES)
     @settings(max_examples=150, deadline=None, database=None)
@@ -266,7 +266,7 @@ def test_no_field_is_answered_without_effect_or_record() -> None:
 
 
 def test_each_field_has_one_use() -> None:
-    tables = (CONSTRAINT_FIELDS, RECORDED_FIELDS, IGNORED_FIELDS, NEUTRAL_VALUES.keys())
+    tables = (CONSTRAINT_FIELDS, COUNTED_FIELDS, HINT_FIELDS, NEUTRAL_VALUES.keys())
     names = [name for table in tables for name in table]
     assert len(names) == len({*names})
 

@@ -235,14 +235,12 @@ def test_media_equal_those_of_chat_completions() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
             link = {"type": "image", "source": {"type": "url", "url": "https://images.test/a.png"}}
-            pdf = {"type": "base64", "media_type": "application/pdf", "data": IMAGE["source"]["data"]}
-            await c.ask([text("see"), IMAGE, link, {"type": "document", "source": pdf}])
+            await c.ask([text("see"), IMAGE, link])
             data = base64.b64encode(PIXELS).decode()
             parts = [
                 text("see"),
                 {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
                 {"type": "image_url", "image_url": {"url": "https://images.test/a.png"}},
-                {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{data}"}},
             ]
             await c.client.ask_text({"role": "user", "content": parts})
             assert c.prompts()[0] == c.prompts()[1]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.call import Call
+from branchline.core.errors import MessageError
 from branchline.core.message import freeform_input
 from branchline.gateway.protocols.openai_tools import ToolAlias, read_openai_tools
 from branchline.gateway.protocols.responses_input import (
@@ -123,11 +124,15 @@ def test_items_of_vendor_servers_are_ignored() -> None:
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "code_interpreter_call", "code": "1", "container_id": "c"},
         {"type": "compaction", "encrypted_content": "x"},
-        {"type": "unknown"},
     ]
     assert read(USER, reasoning_item("hm"), *odd, message_item("a"), *odd) == read(
         USER, reasoning_item("hm"), message_item("a")
     )
+
+
+def test_an_item_of_an_unknown_type_is_refused() -> None:
+    with pytest.raises(MessageError, match=r"input\[1\].type: got 'mesage', expected the type of an item"):
+        read(USER, {"type": "mesage", "role": "user", "content": "lost"})
 
 
 def test_tool_result_is_a_text_or_parts() -> None:
@@ -155,7 +160,7 @@ def test_function_becomes_a_chat_completions_function() -> None:
     tool = {"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": None}
     chat = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
     for given_tool in (tool, {**tool, "defer_loading": True}, chat):
-        assert read_openai_tools([given_tool]) == ([chat], {})
+        assert read_openai_tools([given_tool]).tools == [chat]
 
 
 def test_vendor_server_tools_are_not_offered() -> None:
@@ -164,31 +169,38 @@ def test_vendor_server_tools_are_not_offered() -> None:
         for kind in ("web_search", "code_interpreter", "mcp", "image_generation", "tool_search", 7)
     ]
     odd.append({"type": "shell", "environment": {"type": "container_auto"}})
-    assert read_openai_tools(odd) == ([], {})
+    offered = read_openai_tools(odd)
+    assert (offered.tools, offered.aliases) == ([], {})
+    assert offered.not_applied == {f"tools.{tool['type']}" for tool in odd}
 
 
 def test_namespaced_tool_is_offered_under_both_names() -> None:
     inner = [{"type": "function", "name": "read"}, {**PATCH, "name": "edit"}]
-    tools, aliases = read_openai_tools(
+    offered = read_openai_tools(
         [
             {"type": "namespace", "name": "mcp__files", "description": "d", "tools": inner},
             {"type": "namespace", "name": "functions", "tools": [{"type": "function", "name": "look"}]},
         ]
     )
-    assert [tool["function"]["name"] for tool in tools] == ["mcp__files__read", "mcp__files__edit", "look"]
-    assert aliases == {
+    assert [tool["function"]["name"] for tool in offered.tools] == [
+        "mcp__files__read",
+        "mcp__files__edit",
+        "look",
+    ]
+    assert offered.aliases == {
         "mcp__files__read": ToolAlias("read", "mcp__files"),
         "mcp__files__edit": ToolAlias("edit", "mcp__files", is_freeform=True),
     }
 
 
 def test_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
-    ((tool,), aliases) = read_openai_tools([PATCH])
+    offered = read_openai_tools([PATCH])
+    (tool,) = offered.tools
     function = tool["function"]
     assert (function["name"], function["description"]) == ("apply_patch", "Edits files.")
     assert function["parameters"]["required"] == ["input"]
     assert "start: LINE+" in function["parameters"]["properties"]["input"]["description"]
-    assert aliases == {"apply_patch": ToolAlias("apply_patch", is_freeform=True)}
+    assert offered.aliases == {"apply_patch": ToolAlias("apply_patch", is_freeform=True)}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -350,6 +350,7 @@ def test_what_an_upstream_was_asked_for_is_recorded() -> None:
             }
             assert messages == {
                 "requested": {"thinking": {"type": "adaptive"}, "logit_bias": {"5": 1}},
+                "not_applied": ["thinking"],
                 "constraints": ["logit_bias"],
             }
             refused = await post(a, "messages", "q", x=1)

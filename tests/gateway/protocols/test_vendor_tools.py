@@ -158,7 +158,7 @@ def test_openai_sdk_reads_vendor_call_items() -> None:
 def test_hosted_shell_is_not_offered() -> None:
     local, hosted = {"type": "local"}, {"type": "container_auto"}
     assert [
-        len(read_openai_tools([{"type": "shell", "environment": environment}])[0])
+        len(read_openai_tools([{"type": "shell", "environment": environment}]).tools)
         for environment in (None, local, hosted)
     ] == [
         1,

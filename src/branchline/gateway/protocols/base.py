@@ -25,6 +25,8 @@ from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import JsonObject, read_bool
 
 MAX_CHOICES = 128
+_USAGE_IN_EACH_CHUNK = ("continuous_usage_stats", "chunk_include_usage")
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", *_USAGE_IN_EACH_CHUNK)
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's code for a prompt that is too long; agents compact their history only when they see it."""
 _UNICODE_LINE_SEPARATORS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
@@ -131,16 +133,19 @@ def sse_event(data: object, event: str = "") -> bytes:
     return name + b"data: " + encoded + b"\n\n"
 
 
-def read_include_usage(fields: JsonObject) -> bool:
-    """Whether a stream shall end with its usage."""
-    options = fields.get("stream_options")
-    if not options:
-        return False
-    if not isinstance(options, dict):
-        raise MessageError("stream_options", options, "an object")
+def read_include_usage(fields: JsonObject) -> tuple[bool, tuple[str, ...]]:
+    """Whether a stream shall end with its usage, and the other wishes in `stream_options` that nobody
+    follows."""
+    raw = fields.get("stream_options") or {}
+    if not isinstance(raw, dict):
+        raise MessageError("stream_options", raw, "an object")
+    options = {name: value for name, value in raw.items() if value is not None}
     try:
-        return read_bool(
-            {name: value for name, value in options.items() if value is not None}, "include_usage"
-        )
+        for name in options:
+            if name not in _STREAM_OPTIONS:
+                raise MessageError(name, options[name], "one of " + ", ".join(_STREAM_OPTIONS))
+        flags = {name: read_bool(options, name) for name in options}
     except MessageError as error:
         raise prefix_error("stream_options", error) from None
+    not_applied = [f"stream_options.{name}" for name in _USAGE_IN_EACH_CHUNK if flags.get(name)]
+    return flags.get("include_usage", False), tuple(not_applied)

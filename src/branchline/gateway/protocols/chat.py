@@ -1,7 +1,8 @@
 """Chat Completions ⇄ canonical requests and answers.
 
 `tool_choice: none` hides the tools from the model. `required`, `auto` or a named tool show them and leave
-the choice to the model: a forced call would be sampled in a context that the template never produces.
+the choice to the model, which is counted as not applied: a forced call would be sampled in a context that the
+template never produces.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
         spawned_by=context.spawned_by,
         sampling=explicit_sampling(fields, max_tokens_name),
     )
+    include_usage, not_applied = read_include_usage(fields) if "stream_options" in fields else (False, ())
+    top_logprobs = "top_logprobs" in fields and read_int(fields, "top_logprobs", 0, 0, 2**31) > 0
     return ChatRequest(
         CallRequest(
             request,
@@ -97,12 +100,13 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
             stop=read_strings(fields, "stop") if "stop" in fields else (),
             single_tool_call=tool_set.is_legacy or not read_bool(fields, "parallel_tool_calls", True),
             tool_choice=tool_set.choice,
+            not_applied=(*tool_set.not_applied, *not_applied, *(("top_logprobs",) if top_logprobs else ())),
             other_fields={name: body[name] for name in body.keys() - _READ_FIELDS if body[name] is not None},
         ),
         context.model,
-        include_usage="stream_options" in fields and read_include_usage(fields),
+        include_usage=include_usage,
         logprobs=read_bool(fields, "logprobs"),
-        top_logprobs="top_logprobs" in fields and read_int(fields, "top_logprobs", 0, 0, 2**31) > 0,
+        top_logprobs=top_logprobs,
         return_token_ids=read_bool(fields, "return_token_ids"),
         tool_set=tool_set,
     )

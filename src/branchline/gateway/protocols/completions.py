@@ -51,6 +51,7 @@ def read_request(body: object, context: RequestContext) -> CompletionRequest:
     logprobs = fields.get("logprobs", False)
     top_logprobs = 0 if isinstance(logprobs, bool) else read_int(fields, "logprobs", 0, 0, _MAX_LOGPROBS)
     prompt = _read_prompt(fields)
+    include_usage, not_applied = read_include_usage(fields)
     request = Request(
         (Message("user"),),
         agent=context.agent,
@@ -67,10 +68,11 @@ def read_request(body: object, context: RequestContext) -> CompletionRequest:
             stream=read_bool(fields, "stream"),
             stop=read_strings(fields, "stop"),
             raw_prompt=prompt,
+            not_applied=(*not_applied, *(("logprobs",) if top_logprobs else ())),
             other_fields={name: fields[name] for name in fields.keys() & body.keys() - _READ_FIELDS},
         ),
         context.model,
-        include_usage=read_include_usage(fields),
+        include_usage=include_usage,
         logprobs=logprobs is not False,
         top_logprobs=top_logprobs > 0,
         return_token_ids=read_bool(fields, "return_token_ids"),

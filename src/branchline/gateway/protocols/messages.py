@@ -1,7 +1,7 @@
 """Anthropic's Messages ⇄ canonical requests and answers; content blocks are in `messages_blocks`.
 
-Fields for features that do not exist here (cache_control, betas, thinking budgets, context management,
-output configuration, service tiers, containers, tools that run on Anthropic's servers) are ignored.
+What is asked for and does not exist here (thinking budgets, context management, containers, tools that run on
+Anthropic's servers) is accepted and counted as not applied.
 `tool_choice: none` hides the tools; any other value shows them and leaves the choice to the model, as in Chat
 Completions. An assistant message at the end is context, and the answer is a new message after it. A request
 that continues a thread by a message's id gets an error that makes clients send the whole conversation.
@@ -49,6 +49,8 @@ from branchline.runtime.sampling import (
 
 _READ_FIELDS = READ_FIELDS["messages"]
 _TOOL_CHOICE_TYPES = ("auto", "any", "tool", "none")
+_TOOL_WISHES = frozenset({"strict", "defer_loading", "input_examples"})
+"""Fields of a tool that no model here sees and no engine follows."""
 _THREAD_FIELD = "thread.previous_message_id"
 
 
@@ -61,8 +63,9 @@ def read_request(body: object, context: RequestContext) -> ParsedRequest:
     assert isinstance(body, dict)
     _reject_thread(fields.get("thread"))
     tool_choice, single_tool_call = _read_tool_choice(fields)
+    tools, not_applied = _read_tools(None if tool_choice == "none" else fields.get("tools"))
     request = Request.read(
-        {**fields, "tools": None if tool_choice == "none" else _read_tools(fields.get("tools"))},
+        {**fields, "tools": tools},
         agent=context.agent,
         messages=(*read_system(fields.get("system")), *read_conversation(fields.get("messages"))),
         retry_count=context.retry_count,
@@ -78,6 +81,7 @@ def read_request(body: object, context: RequestContext) -> ParsedRequest:
         stop=read_strings(fields, "stop" if has_stop else "stop_sequences"),
         single_tool_call=single_tool_call,
         tool_choice=tool_choice,
+        not_applied=tuple(sorted(not_applied)),
         other_fields={name: body[name] for name in body.keys() - _READ_FIELDS if body[name] is not None},
         upstream_fields=_upstream_fields(body),
     )
@@ -142,14 +146,15 @@ def _read_tool_choice(fields: JsonObject) -> tuple[object, bool]:
     return {"auto": None, "any": "required", "none": "none"}[choice["type"]], single_call
 
 
-def _read_tools(raw: object) -> list[dict[str, Any]] | None:
-    """Tools as Chat Completions functions.
+def _read_tools(raw: object) -> tuple[list[dict[str, Any]] | None, set[str]]:
+    """Tools as Chat Completions functions, and what is asked of tools that nobody does.
 
     Anthropic's own tools have a type and no schema: those that the client runs get their schema here, those
     that run on Anthropic's servers are left out.
     """
+    not_applied: set[str] = set()
     if raw is None:
-        return None
+        return None, not_applied
     tools = []
     for index, tool in enumerate(read_tools(raw)):
         kind = tool.get("type")
@@ -161,11 +166,13 @@ def _read_tools(raw: object) -> list[dict[str, Any]] | None:
                 tools.append(vendor.to_function(name))
             elif is_vendor:
                 warn_unsupported_tool(str(kind))
+                not_applied.add(f"tools.{kind}")
             else:
                 tools.append(_read_tool(tool))
+            not_applied |= {f"tools.{name}" for name in tool if name in _TOOL_WISHES and tool[name]}
         except MessageError as error:
             raise prefix_error(f"tools[{index}]", error) from None
-    return tools
+    return tools, not_applied
 
 
 def _read_tool(tool: JsonObject) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from branchline.core.message import Message, ToolCall, freeform_arguments, freef
 from branchline.core.reader import read_message, replace_surrogates
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, VendorTool, warn_unsupported_tool
 from branchline.runtime.message_cache import MessageCache
-from branchline.runtime.sampling import JsonObject
+from branchline.runtime.sampling import JsonObject, read_tool_choice
 from branchline.tree.tree import Tree
 
 _CUSTOM = "custom"
@@ -57,30 +58,40 @@ def qualified_tool_name(namespace: str, name: str) -> str:
 # -- tools of a request ------------------------------------------------------------------------------
 
 
-def read_openai_tools(
-    raw: object, path: str = "tools", namespace: str = ""
-) -> tuple[list[dict[str, Any]], dict[str, ToolAlias]]:
-    """Tools as Chat Completions functions, and aliases of those that the client knows otherwise.
+@dataclass
+class OfferedTools:
+    """Tools as Chat Completions functions, aliases of those that the client knows otherwise, and what the
+    client asks of its tools that nobody does."""
 
-    A function that is already in that form stays exactly as written, apart from a missing `type`.
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    aliases: dict[str, ToolAlias] = field(default_factory=dict)
+    not_applied: set[str] = field(default_factory=set)
+
+    def add(self, other: OfferedTools) -> None:
+        self.tools += other.tools
+        self.aliases |= other.aliases
+        self.not_applied |= other.not_applied
+
+
+def read_openai_tools(raw: object, path: str = "tools", namespace: str = "") -> OfferedTools:
+    """Reads the tools of a request.
+
+    A function that is already in the form of Chat Completions stays as written, apart from a missing `type`.
     """
+    offered = OfferedTools()
     if raw is None:
-        return [], {}
+        return offered
     if not isinstance(raw, list):
         raise MessageError(path, raw, "a list of tools (objects) or null")
-    tools: list[dict[str, Any]] = []
-    aliases: dict[str, ToolAlias] = {}
+    tools, aliases = offered.tools, offered.aliases
     for index, tool in enumerate(raw):
         tool_path = f"{path}[{index}]"
         if not isinstance(tool, dict):
             raise MessageError(tool_path, tool, "a tool (an object)")
         kind = _kind(tool)
         if kind == "namespace":
-            inner_tools, inner_aliases = read_openai_tools(
-                tool.get("tools"), f"{tool_path}.tools", _read_name(tool, tool_path)
-            )
-            tools += inner_tools
-            aliases |= inner_aliases
+            name = _read_name(tool, tool_path)
+            offered.add(read_openai_tools(tool.get("tools"), f"{tool_path}.tools", name))
         elif kind == "function" and isinstance(tool.get(kind), dict) and not namespace:
             _read_name(tool[kind], f"{tool_path}.{kind}")
             # Some templates show only tools that say what they are.
@@ -92,6 +103,10 @@ def read_openai_tools(
             model_name = qualified_tool_name(namespace, name)
             schema = _freeform_schema(body) if kind == _CUSTOM else _function_schema(body, tool_path)
             tools.append({"type": "function", "function": {**schema, "name": model_name}})
+            if body.get("defer_loading"):
+                offered.not_applied.add("tools.defer_loading")
+            if kind == _CUSTOM and _grammar_of(body) is not None:
+                offered.not_applied.add("tools.format")
             if kind == _CUSTOM or model_name != name:
                 alias_namespace = namespace if model_name != name else ""
                 aliases[model_name] = ToolAlias(name, alias_namespace, kind == _CUSTOM)
@@ -100,7 +115,8 @@ def read_openai_tools(
             aliases[kind] = ToolAlias(kind, vendor=OPENAI_TOOLS[kind])
         else:
             warn_unsupported_tool(str(kind))
-    return tools, aliases
+            offered.not_applied.add(f"tools.{kind}")
+    return offered
 
 
 def is_run_by_client(tool: JsonObject) -> bool:
@@ -165,17 +181,24 @@ def _function_schema(tool: JsonObject, path: str) -> dict[str, Any]:
 
 def _freeform_schema(tool: JsonObject) -> dict[str, Any]:
     """A function with one text argument; if the tool has a grammar, the argument's description shows it."""
-    format = tool.get("format")
+    grammar = _grammar_of(tool)
     text: dict[str, Any] = {"type": "string"}
-    if isinstance(format, dict) and format.get("type") == "grammar":
-        # Responses has the grammar's fields here, Chat Completions one level deeper.
-        grammar = format["grammar"] if isinstance(format.get("grammar"), dict) else format
+    if grammar is not None:
         text["description"] = f"Text of this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
     schema: dict[str, Any] = {"name": tool["name"]}
     if tool.get("description") is not None:
         schema["description"] = tool["description"]
     schema["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     return schema
+
+
+def _grammar_of(tool: JsonObject) -> JsonObject | None:
+    """The grammar of a custom tool, which the model sees in a description and no engine enforces."""
+    format = tool.get("format")
+    if not isinstance(format, dict) or format.get("type") != "grammar":
+        return None
+    # Responses has the grammar's fields here, Chat Completions one level deeper.
+    return format["grammar"] if isinstance(format.get("grammar"), dict) else format
 
 
 # -- Chat Completions --------------------------------------------------------------------------------
@@ -191,6 +214,8 @@ class ToolSet:
     """The client uses `functions` and does not know `tool_calls`."""
     choice: object = None
     """The tool that the model is asked to call, or `required`; None if it is free to call none."""
+    not_applied: tuple[str, ...] = ()
+    """What the client asks of its tools that nobody does."""
 
     def to_wire(self, calls: Sequence[ToolCall], first: int | None = None) -> dict[str, Any]:
         """Calls as fields of a message; in a stream they are numbered from `first` on."""
@@ -219,23 +244,22 @@ def read_tool_set(body: JsonObject, fields: JsonObject, cache: MessageCache) -> 
     if body.get("tools") is None and body.get("functions") is not None:
         functions = read_objects(body["functions"], "functions")
         tools = [{"type": "function", "function": function} for function in functions]
-        tool_set = ToolSet(ToolList(read_openai_tools(tools, "functions")[0]), is_legacy=True)
+        tool_set = ToolSet(ToolList(read_openai_tools(tools, "functions").tools), is_legacy=True)
         choice_name = "function_call"
     else:
         tool_set, choice_name = cache.read_field(body.get("tools"), _parse_tool_set), "tool_choice"
-    choice = fields.get(choice_name, "auto")
-    if choice not in ("auto", "none", "required") and not isinstance(choice, dict):
-        raise MessageError(choice_name, choice, "none, auto, required or a tool's name in an object")
-    if choice == "auto":
+    choice = read_tool_choice(fields, choice_name)
+    if choice is None:
         return tool_set
     if choice == "none":
         return ToolSet(is_legacy=tool_set.is_legacy)
-    return ToolSet(tool_set.tools, tool_set.aliases, tool_set.is_legacy, choice)
+    return replace_fields(tool_set, choice=choice)
 
 
 def _parse_tool_set(raw: object) -> ToolSet:
-    tools, aliases = read_openai_tools(list(read_objects(raw)))
-    return ToolSet(ToolList(tools), aliases)
+    offered = read_openai_tools(list(read_objects(raw)))
+    not_applied = tuple(sorted(offered.not_applied))
+    return ToolSet(ToolList(offered.tools), offered.aliases, not_applied=not_applied)
 
 
 def read_message_with_custom_calls(raw: object, index: int) -> Message:

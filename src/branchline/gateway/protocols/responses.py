@@ -59,6 +59,7 @@ _ECHOED_DEFAULTS: dict[str, Any] = {
 }
 """Fields of a request that its response repeats, and their values if the request has none."""
 _READ_FIELDS = READ_FIELDS["responses"]
+_REASONING_INCLUDED, _LOGPROBS_INCLUDED = "reasoning.encrypted_content", "message.output_text.logprobs"
 _UNSUPPORTED = {
     "conversation": "nothing: send the whole input, or previous_response_id",
     "prompt": "nothing: send instructions and input, prompts are not stored here",
@@ -77,11 +78,12 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
     history = ResponseHistory(context.managed.session.tree)
     reader = ItemReader(history)
     messages = _read_messages(client_fields, history, reader)
-    tools, aliases = read_openai_tools(client_fields.get("tools"))
+    offered = read_openai_tools(client_fields.get("tools"))
+    offered.add(reader.offered)
     tool_choice = _read_tool_choice(fields)
     request = Request(
         messages,
-        () if tool_choice == "none" else (*tools, *reader.tools),
+        () if tool_choice == "none" else tuple(offered.tools),
         chat_template_kwargs=_read_object(client_fields, "chat_template_kwargs"),
         agent=context.agent,
         retry_count=context.retry_count,
@@ -92,8 +94,15 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
     )
     text = {name: value for name, value in _read_object(client_fields, "text").items() if name != "format"}
     include = client_fields.get("include") or []
-    if not isinstance(include, list):
+    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
         raise MessageError("include", include, "a list of strings")
+    top_logprobs = read_int(client_fields, "top_logprobs", 0, 0, 2**31) > 0
+    not_applied = set(reader.not_applied)
+    not_applied |= set() if tool_choice == "none" else offered.not_applied
+    not_applied |= {
+        f"include.{name}" for name in include if name not in (_REASONING_INCLUDED, _LOGPROBS_INCLUDED)
+    }
+    not_applied |= {"top_logprobs"} if top_logprobs else set()
     _read_object(client_fields, "metadata")
     return ResponsesRequest(
         CallRequest(
@@ -105,14 +114,15 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
             tool_choice=translate_tool_choice(tool_choice, request.tools),
             other_fields={name: client_fields[name] for name in client_fields.keys() - _READ_FIELDS},
             requested={"text": text} if text else {},
+            not_applied=tuple(sorted(not_applied)),
             upstream_fields=_upstream_fields(client_fields, text),
         ),
         context.model,
-        aliases={**aliases, **reader.aliases},
+        aliases=offered.aliases,
         reasoning_as_summary=_read_object(client_fields, "reasoning").get("summary") not in (None, "none"),
-        include_encrypted_reasoning="reasoning.encrypted_content" in include,
-        logprobs="message.output_text.logprobs" in include,
-        top_logprobs=read_int(client_fields, "top_logprobs", 0, 0, 2**31) > 0,
+        include_encrypted_reasoning=_REASONING_INCLUDED in include,
+        logprobs=_LOGPROBS_INCLUDED in include,
+        top_logprobs=top_logprobs,
         echoed_fields={
             name: _encode_raw(client_fields.get(name, default), name)
             for name, default in _ECHOED_DEFAULTS.items()
@@ -152,7 +162,7 @@ def _upstream_fields(fields: JsonObject, text: JsonObject) -> dict[str, Any]:
         found["reasoning_effort"] = effort
     if text.get("verbosity") is not None:
         found["verbosity"] = text["verbosity"]
-    if isinstance(include, list) and "message.output_text.logprobs" in include:
+    if isinstance(include, list) and _LOGPROBS_INCLUDED in include:
         found |= {"logprobs": True}
         found |= {"top_logprobs": fields["top_logprobs"]} if "top_logprobs" in fields else {}
     return found

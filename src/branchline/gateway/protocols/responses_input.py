@@ -3,7 +3,8 @@
 What is one assistant message elsewhere is a sequence of items here: reasoning, a message, tool calls. Such a
 sequence becomes one message again, so a conversation is the same in every protocol. An item's id names its
 response, which is a call of the session's tree; so items that come back are grouped and looked up by id.
-Items that only a vendor's own servers could handle (web search, a code interpreter) are ignored.
+Items that only a vendor's own servers could handle (web search, a code interpreter) are left out and counted
+as not applied.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -22,7 +23,11 @@ from branchline.core.call import RAW_PROMPT_DIGEST, Call
 from branchline.core.errors import MessageError
 from branchline.core.message import Media, Message, ToolCall, WireShape, freeform_arguments, freeform_input
 from branchline.core.reader import prefix_error, read_message, read_text_field, replace_surrogates
-from branchline.gateway.protocols.openai_tools import ToolAlias, qualified_tool_name, read_openai_tools
+from branchline.gateway.protocols.openai_tools import (
+    OfferedTools,
+    qualified_tool_name,
+    read_openai_tools,
+)
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, TOOLS_BY_ITEM_TYPE, drop_empty
 from branchline.runtime.sampling import JsonObject
 from branchline.tree.tree import Node, Tree
@@ -146,9 +151,10 @@ class ItemReader:
         self._history = history
         self._messages: list[Message] = []
         self._open_reply: _AssistantItems | None = None
-        self.tools: list[dict[str, Any]] = []
+        self.offered = OfferedTools()
         """Tools that were sent as an item."""
-        self.aliases: dict[str, ToolAlias] = {}
+        self.not_applied: set[str] = set()
+        """The items that only a vendor's own servers could handle."""
 
     def read(self, items: object) -> list[Message]:
         """The messages of a request's `input`."""
@@ -176,6 +182,10 @@ class ItemReader:
         read = _ITEM_READERS.get(kind)
         if read is not None:
             read(self, item)
+        elif kind in _VENDOR_ITEMS:
+            self.not_applied.add(f"input.{kind}")
+        else:
+            raise MessageError("type", kind, "the type of an item")
 
     def _reply_for_item(self, kind: ItemKind, id: str) -> _AssistantItems:
         """The assistant message that an item belongs to; starts a new one if needed."""
@@ -301,11 +311,19 @@ class ItemReader:
         self._add_message(read_message({"role": "user", "content": content}, ""))
 
     def _additional_tools(self, item: JsonObject) -> None:
-        tools, aliases = read_openai_tools(item.get("tools"))
-        self.tools += tools
-        self.aliases |= aliases
+        self.offered.add(read_openai_tools(item.get("tools")))
 
 
+_VENDOR_ITEMS = frozenset(
+    {
+        *("code_interpreter_call", "computer_call", "computer_call_output", "file_search_call"),
+        *("image_generation_call", "web_search_call", "tool_search_call", "tool_search_output"),
+        *("mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools"),
+        *("compaction", "compaction_summary", "compaction_trigger", "context_compaction"),
+        *("configuration_update", "program", "program_output", "ghost_snapshot", "other"),
+    }
+)
+"""Items that are left out of the conversation and counted: only a vendor's own servers could handle them."""
 _ITEM_READERS: dict[str, Callable[[ItemReader, JsonObject], None]] = {
     "message": ItemReader._message,
     "reasoning": ItemReader._reasoning,
