@@ -54,15 +54,14 @@ def describe_group(task: object, trajectories: Sequence[Trajectory]) -> str:
     for position, (trajectory, main) in enumerate(zip(trajectories, mains, strict=True), 1):
         lines.append(f'<trajectory id="{position}">')
         lines += _history_lines("main", "", main, common, "the common beginning")
-        shown = [main]
+        shown = _Prefixes()
+        shown.add(main)
         for number, history in enumerate(sorted(trajectory.additional_histories, key=_history_digest), 1):
             texts = _lines(history.messages)
-            lengths = [_common_length([texts, other]) for other in shown]
-            best = max(range(len(shown)), key=lambda index: lengths[index])
-            source = "main" if best == 0 else f"additional {best}"
-            begins_with = f"the first messages of history {source}"
-            lines += _history_lines(f"additional {number}", history.agent, texts, lengths[best], begins_with)
-            shown.append(texts)
+            length, owner = shown.longest(texts)
+            begins_with = f"the first messages of history {f'additional {owner}' if owner else 'main'}"
+            lines += _history_lines(f"additional {number}", history.agent, texts, length, begins_with)
+            shown.add(texts)
         lines.append("</trajectory>")
     return "\n".join(lines)
 
@@ -72,6 +71,32 @@ def trajectory_digest(trajectory: Trajectory) -> str:
     main = _history_digest(trajectory.history) if trajectory.history is not None else ""
     others = sorted(_history_digest(history) for history in trajectory.additional_histories)
     return _digest("\n".join([main, *others]))
+
+
+class _Prefixes:
+    """The histories shown so far, by what they begin with."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._root: dict[str, Any] = {}
+        """By line: the number of the first history that has it here, and the lines that follow."""
+
+    def add(self, texts: Sequence[str]) -> None:
+        following = self._root
+        for line in texts:
+            _, following = following.setdefault(line, (self._count, {}))
+        self._count += 1
+
+    def longest(self, texts: Sequence[str]) -> tuple[int, int]:
+        """Returns how many first lines were shown already, and the number of the history that has them."""
+        length = owner = 0
+        following = self._root
+        for line in texts:
+            if line not in following:
+                break
+            owner, following = following[line]
+            length += 1
+        return length, owner
 
 
 def _history_lines(name: str, agent: str, texts: Sequence[str], start: int, source: str) -> list[str]:
