@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document example-rollout \
 	test check format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context bench-rollout bench-ray \
-	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets test-transfer-queue test-ray \
+	test-hf test-gpu test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets test-transfer-queue test-ray \
 	test-templates soak clean
 
 help:            ## list the targets
@@ -157,6 +157,9 @@ coverage: $(READY) .cache/tokenizers/.ready ## run all tests except the slow one
 
 test-hf: $(VENV)/.smollm2 $(VENV)/.demo ## test the embedded engine with its model (installs torch)
 	$(BIN)/python -m pytest tests/engines tests/gateway/test_weight_update.py tests/gateway/test_images_embedded.py tests/train
+
+test-gpu: $(VENV)/.demo ## compare FlexAttention with dense masks on a GPU: losses, gradients and times (minutes)
+	$(BIN)/python -m pytest -m slow -s tests/train/test_flex_attention.py
 
 test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test with a real vLLM server on the CPU (installs it: 3.4 GB)
 	$(BIN)/python scripts/with_vllm.py .cache/vllm $(BIN)/python -m pytest -m slow tests/vllm

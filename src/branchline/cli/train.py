@@ -95,6 +95,13 @@ def add_train(commands: Any) -> None:
         f"(default: {_DEMO_MAX_BATCH_TOKENS} for the demo's model, else {_MAX_BATCH_TOKENS})",
     )
     group.add_argument(
+        "--layout",
+        choices=("auto", "tree", "rows"),
+        default="auto",
+        help="how rows are computed: as packed trees, which share prefixes, or one by one; auto: as trees, "
+        "unless the model cannot follow them (default: auto)",
+    )
+    group.add_argument(
         "--max-staleness",
         type=int,
         default=0,
@@ -195,6 +202,7 @@ def _config(options: argparse.Namespace) -> TrainerConfig:
             update=UpdateConfig(
                 learning_rate=_value(options.learning_rate, _LEARNING_RATE),
                 max_batch_tokens=_value(options.max_batch_tokens, _MAX_BATCH_TOKENS),
+                layout=options.layout,
             ),
             **common,
         )
@@ -205,6 +213,7 @@ def _config(options: argparse.Namespace) -> TrainerConfig:
             learning_rate=_value(options.learning_rate, _DEMO_LEARNING_RATE),
             schedule="linear",
             max_batch_tokens=_value(options.max_batch_tokens, _DEMO_MAX_BATCH_TOKENS),
+            layout=options.layout,
         ),
         engine=HfConfig(logprob_kind="processed", prefill_tokens=2048, threads=1),
         **common,

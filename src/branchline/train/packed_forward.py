@@ -1,14 +1,15 @@
 """Log-probabilities of the trained tokens of a packed batch, with any transformers decoder.
 
-The attention mask is the batch's own rule: token q sees token k if `k <= q < subtree_ends[k]`. On the CPU it
-is a dense mask, on a GPU a FlexAttention block mask that is never built as a matrix. Sliding-window layers
+The attention mask is the batch's own rule: token q sees token k if `k <= q < subtree_ends[k]`. For a model
+with FlexAttention, which `train/layouts.py` chooses on a GPU, it is a block mask that is never built as a
+matrix, else a dense mask. Sliding-window layers
 get the same mask limited to the window. Only the hidden states that predict trained tokens go through the
 output layer, in chunks that are recomputed in the backward pass: logits of a long batch would not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +52,6 @@ def forward_packed(
     """
     check_model(model)
     device = next(model.parameters()).device
-    trained = np.flatnonzero(batch.weights)
-    if (batch.parents[trained] < 0).any():
-        raise InputError("batch: the first token of a row is trained, expected a prompt before it")
     length = len(batch)
     padding = -length % _BLOCK if _uses_flex(model) else 0
     ids = torch.from_numpy(np.pad(batch.ids, (0, padding))).long().to(device)
@@ -64,9 +62,45 @@ def forward_packed(
     hidden = decoder(
         input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
     ).last_hidden_state[0]
-    sources = torch.from_numpy(batch.parents[trained]).long().to(device)
-    targets = ids[torch.from_numpy(trained).to(device)]
-    head = _output_layer(model)
+    return _token_outputs(_output_layer(model), hidden, ids, batch, temperature, with_entropy, chunk_tokens)
+
+
+def forward_row(
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_tokens: int = _CHUNK_TOKENS,
+) -> TokenOutputs:
+    """Returns the same for a batch of one row, by a plain forward pass that any causal model can do."""
+    if len(batch.paths) != 1:
+        raise InputError(f"batch: has {len(batch.paths)} rows, expected one")
+    causal: Any = model
+    ids = torch.from_numpy(batch.ids).long().to(next(model.parameters()).device)
+    if "dynamic" in _rope_types(model.config):
+        # Its frequencies stay those of the longest row so far until a short row resets them.
+        with torch.no_grad():
+            causal(input_ids=ids[None, :1], use_cache=False)
+    logits = causal(input_ids=ids[None], use_cache=False).logits[0]
+    return _token_outputs(nn.Identity(), logits, ids, batch, temperature, with_entropy, chunk_tokens)
+
+
+def _token_outputs(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    ids: Tensor,
+    batch: PackedBatch,
+    temperature: float,
+    with_entropy: bool,
+    chunk_tokens: int,
+) -> TokenOutputs:
+    """Returns the outputs of all trained tokens; `head` makes logits of hidden states, in chunks."""
+    trained = np.flatnonzero(batch.weights)
+    if (batch.parents[trained] < 0).any():
+        raise InputError("batch: the first token of a row is trained, expected a prompt before it")
+    places = torch.from_numpy(trained).to(ids.device)
+    sources, targets = torch.from_numpy(batch.parents[trained]).long().to(ids.device), ids[places]
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     for start in range(0, len(trained), chunk_tokens):
@@ -79,14 +113,15 @@ def forward_packed(
         entropies.append(entropy)
     empty = hidden.new_zeros(0, dtype=torch.float32)
     return TokenOutputs(
-        torch.from_numpy(trained).to(device),
+        places,
         torch.cat(logprobs) if logprobs else empty,
         (torch.cat(entropies) if entropies else empty) if with_entropy else None,
     )
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises InputError for a model whose layers cannot follow a tree mask."""
+    """Raises InputError for a model that is known not to follow a tree mask. `train/layouts.py` finds the
+    others."""
     config: Any = model.config
     if getattr(config, "vision_config", None) is not None:
         raise InputError(f"model: {config.model_type} takes images, which packed batches cannot hold")
@@ -94,8 +129,21 @@ def check_model(model: nn.Module) -> None:
     if unknown:
         raise InputError(
             f"model: {config.model_type} has layers of type {', '.join(unknown)}, expected softmax "
-            "attention: a state that is carried from token to token cannot branch; train it on single rows"
+            "attention: a state that is carried from token to token cannot branch"
         )
+    growing = sorted({"dynamic", "longrope"} & set(_rope_types(config)))
+    if growing:
+        raise InputError(
+            f"model: {config.model_type} has rotary embeddings of type {growing[0]}, whose frequencies "
+            "depend on the longest row of a pass"
+        )
+
+
+def _rope_types(config: Any) -> list[str]:
+    """Returns the types of the rotary embeddings; a model may have one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return [str(entry.get("rope_type", entry.get("type"))) for entry in nested or [parameters]]
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from branchline.core.errors import BranchlineError, InputError
 from branchline.export.packing import PackedBatch, TrainingRow, pack_rows
+from branchline.train.layouts import LayoutOption, prepare_model
 from branchline.train.losses import LossConfig, k3_divergence
-from branchline.train.packed_forward import TokenOutputs, check_model, forward_packed
+from branchline.train.packed_forward import TokenOutputs, forward_packed, forward_row
 from branchline.train.policy_loss import WeightedSum, policy_loss
 
 Schedule = Literal["constant", "linear"]
@@ -42,6 +43,9 @@ class UpdateConfig:
     max_batch_tokens: int | None = 4096
     """Tokens of one forward pass; gradients of all passes are added up before the optimizer step. A longer
     row has a pass of its own; None: all rows are one pass."""
+    layout: LayoutOption = "auto"
+    """`rows`: each row has a forward pass of its own. `auto`: so if the model cannot follow packed trees,
+    which is tested with random ids at the start. `tree`: such a model is refused."""
     temperature: float = 1.0
     """The temperature that tokens are sampled with."""
     loss: LossConfig = field(default_factory=lambda: LossConfig(max_importance_weight=2.0))
@@ -65,12 +69,15 @@ class PolicyUpdater:
 
     def __init__(self, model: Any, config: UpdateConfig, reference: Any = None) -> None:
         """`reference` is the model that a KL term keeps the policy close to."""
-        check_model(model)
         if config.loss.reference_kl_coefficient and reference is None:
             raise InputError("reference_kl_coefficient: needs a reference model")
         self.model = model.eval()  # Dropout would make the trainer's logprobs differ from the engine's.
         self.config = config
+        self.layout = prepare_model(model, config.layout)
+        """Whether rows are computed as packed trees, or one by one."""
         self._reference = None if reference is None else reference.eval()
+        if reference is not None and self.layout == "tree":
+            reference.set_attn_implementation(model.config._attn_implementation)
         # The fused optimizer needs no memory while it changes weights, so that it cannot run out of it.
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -134,6 +141,8 @@ class PolicyUpdater:
         }
 
     def _pack(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
+        if self.layout == "rows":
+            return [batch for row in rows for batch in pack_rows([row])]
         return pack_rows(
             rows, self.config.max_batch_tokens, share_partial_answers=self.config.loss.name != "gspo"
         )
@@ -201,7 +210,8 @@ class PolicyUpdater:
         return float(sum(row.sample.shares[row.weights != 0].sum(dtype=np.float64) for row in rows))
 
     def _forward(self, model: Any, batch: PackedBatch, *, with_entropy: bool) -> TokenOutputs:
-        return forward_packed(model, batch, temperature=self.config.temperature, with_entropy=with_entropy)
+        forward = forward_packed if self.layout == "tree" else forward_row
+        return forward(model, batch, temperature=self.config.temperature, with_entropy=with_entropy)
 
     def _logprobs(self, model: Any, batch: PackedBatch) -> Tensor:
         with torch.no_grad():

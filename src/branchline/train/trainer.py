@@ -65,6 +65,7 @@ from branchline.train.checkpoints import (
     save_checkpoint,
 )
 from branchline.train.episodes import EpisodeGroup, EpisodeRunner
+from branchline.train.layouts import FLEX
 from branchline.train.metrics import METRICS_FILE, MetricsLog, TrackerName
 from branchline.train.policy_update import PolicyUpdater, UpdateConfig
 from branchline.train.seeded_engine import SeededEngine
@@ -220,9 +221,10 @@ class Trainer(Generic[T]):
         step is saved as a checkpoint, unless `checkpoint_every` is None.
         """
         config = self.config
-        engine = SeededEngine(
-            deepcopy(self.model), config.engine, name="policy", version=self.step, run_seed=config.seed
-        )
+        model = deepcopy(self.model)
+        if model.config._attn_implementation == FLEX:  # Made for long packed batches, not for decoding.
+            model.set_attn_implementation("sdpa")
+        engine = SeededEngine(model, config.engine, name="policy", version=self.step, run_seed=config.seed)
         batches: deque[asyncio.Task[list[EpisodeGroup]]] = deque()
         try:
             async with Gateway(engine=engine, codec=self.codec) as gateway:
