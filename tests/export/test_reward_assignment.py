@@ -27,6 +27,7 @@ from branchline import (
     TrajectoryGroup,
     export_samples,
 )
+from branchline.core.errors import ExportError
 from branchline.core.reward import read_rewards
 from branchline.core.sample import Sample
 from branchline.export.credit import CreditName, group_statistics, token_advantages
@@ -263,6 +264,13 @@ def test_tokens_that_nobody_rewarded_train_nothing_and_count_in_no_baseline() ->
         {"solver": 0.75, "critic": -1.0},
         {"solver": 0.75, "critic": 0.0},
     ]
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_reward_of_an_agent_that_is_not_finite_is_refused(score: float) -> None:
+    trajectory = replace(Trajectory.from_tree(two_agents(), reward=0.5), agent_rewards={"critic": score})
+    with pytest.raises(ExportError, match="reward of agent 'critic': got"):
+        group_statistics(TrajectoryGroup([trajectory]))
 
 
 def two_agents() -> Tree:

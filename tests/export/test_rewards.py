@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import ExportPolicy, Generation, Message, Request, Session, ToyCodec, export_samples
+from branchline import (
+    ExportPolicy,
+    Generation,
+    Message,
+    Request,
+    Session,
+    ToyCodec,
+    Trajectory,
+    export_samples,
+)
 from branchline.core.call import Delivery
 from branchline.core.errors import MessageError
 from branchline.core.reward import read_rewards
@@ -145,6 +154,17 @@ def test_a_reward_beyond_the_length_limit_is_counted_as_unassigned() -> None:
     )
     assert [(span.start, span.end) for span in export.samples[0].rewards] == [(0, 1)]
     assert export.report.unassigned_rewards == 1
+
+
+@pytest.mark.parametrize("reward", [{"score": 0.2, "call_id": "x"}, {"score": "1"}, {"score": 1, "turns": 2}])
+def test_a_reward_given_in_a_program_that_cannot_be_read_is_refused(reward: dict[str, Any]) -> None:
+    session = linear_session()
+    with pytest.raises(MessageError):
+        export_samples(session.tree, rewards=[{"score": 1.0}, reward])
+    with pytest.raises(MessageError):
+        Trajectory.from_session(session, rewards=[{"score": 1.0}, reward])
+    (sample,) = Trajectory.from_session(session, rewards=[{"score": True, "note": "x"}]).samples
+    assert (sample.reward, sample.reward_extras) == (1.0, '{"note":"x"}')
 
 
 def test_the_last_reward_without_a_part_is_that_of_the_session() -> None:

@@ -225,6 +225,34 @@ def test_a_session_that_its_agent_has_ended_gets_its_reward(end: str, scored_by:
             assert sample.reward_extras == '{"by":"x"}'
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_resumed_run_scores_a_session_that_its_agent_has_finalized_unless_it_is_scored(
+    scored: bool, tmp_path: Path
+) -> None:
+    first, again = MemorySink(), MemorySink()
+
+    async def agent(task: Mapping[str, Any], session: Any) -> None:
+        await ask(session, task["prompt"])
+        await session.finalize()
+
+    async def test() -> None:
+        async with scripted_gateway(journal=tmp_path / "j") as gateway:
+            # A run that does not score its sessions, or scores them, and dies before they are written.
+            reward = (lambda task, trajectory: 0.25) if scored else None
+            await Rollout(gateway, agent, reward=reward, sinks=[first], run_id="r").run(tasks)
+        async with scripted_gateway(journal=tmp_path / "j") as gateway:
+            await Rollout(
+                gateway, agent, reward=lambda task, trajectory: 0.5, sinks=[again], run_id="r", resume=True
+            ).run(tasks)
+
+    tasks = [{"id": "a", "prompt": "x"}]
+    run(test)
+    ((one,), (other,)) = first.results, again.results
+    assert one.session == other.session
+    assert (other.status, other.reward) == ("finished", 0.25 if scored else 0.5)
+    assert [sample.reward for sample in other.samples] == [other.reward]
+
+
 def test_a_session_that_its_agent_has_aborted_takes_no_reward() -> None:
     async def agent(task: Mapping[str, Any], session: Any) -> float:
         await ask(session, task["prompt"])

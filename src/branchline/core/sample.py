@@ -37,7 +37,7 @@ class RewardSpan:
     @property
     def is_timeline(self) -> bool:
         """Whether the reward is for the sample's timeline."""
-        return not self.call and not self.tool and not self.agent
+        return not self.call and not self.tool and not self.agent and self.turn is None
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,10 @@ def group_statistics(group: TrajectoryGroup, *, group_std: GroupStd = "sample") 
                 for trajectory, names in zip(finished, trained, strict=True)
                 if agent not in rewarded or agent in names or agent in trajectory.agent_rewards
             ]
-            agents[agent] = _statistics([value for value in values if value is not None], group_std)
+            given = [value for value in values if value is not None]
+            if not all(map(math.isfinite, given)):
+                raise ExportError(f"reward of agent {agent!r}: got {given}, expected finite numbers")
+            agents[agent] = _statistics(given, group_std)
     return replace(_statistics(rewards, group_std), agents=agents)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from branchline.core.call import count_not_applied
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
 from branchline.core.option_checks import check_count, check_number
+from branchline.core.reward import read_rewards
 from branchline.core.sample import (
     AnswerSpan,
     DroppedTokens,
@@ -258,9 +259,15 @@ def export_samples(
     fork_report: ForkReport | None = None,
 ) -> Export:
     """Returns the samples of a tree, which it does not change. Pass `session.snapshot()` for a session that
-    other threads commit to. `rewards` are those posted for parts of the session; see `export/rewards.py`."""
+    other threads commit to. `rewards` are those of the session and of its parts, objects with a score; see
+    `export/rewards.py`. Raises MessageError for one that cannot be read."""
     stream = SampleStream(
-        tree, policy, session=session, reward=reward, rewards=rewards, fork_report=fork_report
+        tree,
+        policy,
+        session=session,
+        reward=reward,
+        rewards=read_rewards(rewards) if rewards else (),
+        fork_report=fork_report,
     )
     return Export(list(stream), stream.report, frozenset(stream.counts))
 

@@ -23,12 +23,12 @@ import numpy as np
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import InputError, MessageError
-from branchline.core.reward import read_score
+from branchline.core.reward import read_rewards, read_score
 from branchline.core.sample import ExportReport, Sample
 from branchline.export.hand_built import build_tree
 from branchline.export.histories import History
 from branchline.export.rewards import agent_rewards, sample_extras, session_reward
-from branchline.export.samples import ExportPolicy, export_samples
+from branchline.export.samples import ExportPolicy, SampleStream, export_samples
 from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.timeline import timelines_of
 from branchline.tree.session import Session
@@ -166,13 +166,14 @@ class Trajectory:
         failed: bool = False,
     ) -> Trajectory:
         """Returns the trajectory of a session as it is now. `rewards` are those posted for it or for parts of
-        it; `reward` overrides the one for the whole session. If `finished` is None, a main history whose last
-        answer was cut off (`length`, `cancelled`) or did not reach its client is unfinished."""
+        it, objects with a score; `reward` overrides the one for the whole session. If `finished` is None, a
+        main history whose last answer was cut off (`length`, `cancelled`) or did not reach its client is
+        unfinished. Raises MessageError for a reward that cannot be read."""
         return cls.from_tree(
             session.snapshot(),
             session=session.id,
             reward=reward,
-            rewards=rewards,
+            rewards=read_rewards(rewards) if rewards else (),
             metrics=metrics,
             policy=policy,
             finished=finished,
@@ -192,12 +193,14 @@ class Trajectory:
         finished: bool | None = None,
         failed: bool = False,
     ) -> Trajectory:
-        """As `from_session`, for a tree that nothing changes meanwhile."""
+        """As `from_session`, for a tree that nothing changes meanwhile, with the rewards as its session has
+        recorded them."""
         fork_report = classify_forks(tree)
         reward = session_reward(rewards) if reward is None else reward
-        export = export_samples(
+        stream = SampleStream(
             tree, policy, session=session, reward=reward, rewards=rewards, fork_report=fork_report
         )
+        samples = tuple(stream)
         main: History | None = None
         others: list[History] = []
         for timeline in timelines_of(tree):
@@ -216,7 +219,7 @@ class Trajectory:
             )
             finished = not is_cut_off
         return cls(
-            samples=tuple(export.samples),
+            samples=samples,
             history=main,
             additional_histories=tuple(others),
             reward=reward,
@@ -224,7 +227,7 @@ class Trajectory:
             session=session,
             finished=finished,
             failed=failed,
-            report=export.report,
+            report=stream.report,
             parent_answers=_parent_answers(tree, fork_report),
             fork_causes=_count_causes(fork_report),
             agent_rewards=agent_rewards(rewards),

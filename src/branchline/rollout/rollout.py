@@ -35,6 +35,7 @@ from branchline.rollout.session_runner import SessionRunner
 from branchline.rollout.sinks import Sink
 from branchline.rollout.stats import RolloutStats
 from branchline.rollout.tasks import RolloutTask, new_run_id, read_tasks
+from branchline.runtime.managed_session import SessionState
 
 log = logging.getLogger("branchline.rollout")
 
@@ -270,10 +271,10 @@ class Rollout:
                 group.finished += written == ""
                 return SessionEnd(EndCause(written) if written else None)
             known = await self._gateway.find_state(job.session_id)
-        if known is not None and known[0] != "completed":
+        if known is not None and not await self._is_unscored(job, known[0]):
             return await self._recover(group, job, SessionEnd.from_state(*known))
         try:
-            # A session that an earlier process completed has still to be scored.
+            # A session whose agent was done in an earlier process has still to be scored.
             completed = known is not None
             end = await (self._sessions.complete(job) if completed else self._run_agent(group, job))
             if end.cause is None and self._judge is not None:
@@ -299,6 +300,12 @@ class Rollout:
             return SessionEnd(group.stop_cause)
         finally:
             group.agents.discard(task)
+
+    async def _is_unscored(self, job: SessionJob, state: SessionState) -> bool:
+        """Whether the agent of a session of an earlier process is done, and the session is not scored."""
+        if state != "finalized":
+            return state == "completed"
+        return await self._sessions.is_unscored(job, is_judged=self._judge is not None)
 
     async def _recover(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
         """Writes a session of an earlier process to the sinks that do not have it."""

@@ -109,6 +109,13 @@ class SessionRunner:
             return SessionEnd(EndCause.NODE_LOST, str(error))
         return _check_calls(SessionEnd.from_state(ended.state, ended.reason), ended)
 
+    async def is_unscored(self, job: SessionJob, *, is_judged: bool) -> bool:
+        """Whether a session that its agent finalized has no reward yet, in a run that scores sessions."""
+        if self._scorer is None and not is_judged:
+            return False
+        ended = await self._gateway.end(job.session_id, "finalized")
+        return ended.state == "finalized" and session_reward(ended.rewards) is None
+
     async def score(self, job: SessionJob) -> SessionEnd:
         """Computes and posts the reward of a session whose agent is done."""
         if self._scorer is None and self._max_staleness is None and not self._require_reward:

@@ -20,7 +20,7 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.option_checks import check_count
-from branchline.core.reward import Reward, read_recorded_reward
+from branchline.core.reward import PART_KEYS, Reward, read_recorded_reward
 from branchline.export.rewards import check_reward_parts, session_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.export.trajectory import Trajectory
@@ -298,10 +298,12 @@ class ManagedSession:
                 self.apply(record)
 
     async def _check_parts(self, rewards: Sequence[Reward]) -> None:
-        if not any("turn" in reward for reward in rewards) or self.session.tree.token_count <= _INLINE_TOKENS:
-            check_reward_parts(self.session.tree, rewards)
+        if all(reward.keys().isdisjoint(PART_KEYS) for reward in rewards):
+            return
+        if self.session.tree.token_count <= _INLINE_TOKENS:
+            check_reward_parts(self.session.snapshot(), rewards)
         else:  # finding the main conversation of a large tree takes a while
-            await asyncio.to_thread(check_reward_parts, self.session.snapshot(), rewards)
+            await asyncio.to_thread(lambda: check_reward_parts(self.session.snapshot(), rewards))
 
     async def add_compaction(self, prefix: CompactedPrefix) -> None:
         """Applies an edit to all calls that begin with its messages, once the journal has it."""
