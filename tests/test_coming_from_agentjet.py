@@ -53,17 +53,28 @@ def test_the_commands_of_the_page_are_valid() -> None:
         build_parser().parse_args([*arguments, "calls.jsonl"] if arguments[0] == "merge" else arguments)
 
 
+def test_the_command_with_the_defaults_of_agentjet_joins_what_it_joins(tmp_path: Path) -> None:
+    match = re.search(r"^branchline merge calls.jsonl (.+)$", PAGE, re.MULTILINE)
+    assert match is not None
+    _, tokenizer, *options = match[1].split()
+    assert tokenizer == "Qwen/Qwen3-8B"
+    equal = [*DRIFT_AND_TOOLS, DRIFT_AND_TOOLS[0]]
+    report = merge(tmp_path, equal, *options, balanced=False)
+    assert len(report["timelines"]) == 1
+    assert [entry["reason"] for entry in report["dropped"]] == ["duplicate"]
+
+
 # -- merging -----------------------------------------------------------------------------------------
 
 
-def merge(folder: Path, lines: list[dict[str, Any]], *options: str) -> dict[str, Any]:
+def merge(folder: Path, lines: list[dict[str, Any]], *options: str, balanced: bool = True) -> dict[str, Any]:
     """Runs `branchline merge --json`."""
     log = folder / "calls.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report: dict[str, Any] = json.loads(
         run_merge(build_parser().parse_args(["merge", str(log), "--json", *options]))
     )
-    assert report["delivered_tokens"] == report["sampled_tokens"]
+    assert report["delivered_tokens"] == report["sampled_tokens"] or not balanced
     return report
 
 
@@ -86,7 +97,7 @@ async def two_turns(a: Agent, **second: Any) -> None:
 
 @check("timeline_compare_level: text")
 async def _(folder: Path) -> None:
-    assert len(merge(folder, DRIFTED)["timelines"]) == 1
+    assert len(merge(folder, DRIFTED, "--inexact")["timelines"]) == 1
     async with agent("A1 ", "A2") as a:
         await two_turns(a)
         (timeline,) = await a.timelines()
@@ -100,7 +111,7 @@ async def _(folder: Path) -> None:
 
 @check("ignore_tools: True")
 async def _(folder: Path) -> None:
-    report = merge(folder, OTHER_TOOLS)
+    report = merge(folder, OTHER_TOOLS, "--ignore-tools")
     assert (len(report["timelines"]), report["inexact_tokens"]) == (1, 11)
     async with agent("A1", "A2", ignore_tools=True) as a:
         await two_turns(a, tools=SEARCH)
@@ -110,7 +121,7 @@ async def _(folder: Path) -> None:
 
 @check("ignore_tools: False")
 async def _(folder: Path) -> None:
-    assert len(merge(folder, OTHER_TOOLS, "--keep-tools")["timelines"]) == 2
+    assert len(merge(folder, OTHER_TOOLS)["timelines"]) == 2
     async with agent("A1", "A2") as a:
         await two_turns(a, tools=SEARCH)
         causes = [node["cause"] for node in (await a.get("/tree"))["nodes"] if node["cause"]]
@@ -119,7 +130,8 @@ async def _(folder: Path) -> None:
 
 @check("fix_retokenization_drift: True")
 async def _(folder: Path) -> None:
-    assert merge(folder, DRIFTED)["repairs"] == [{"line": 2, "method": "stop_token"}]
+    repaired = merge(folder, DRIFTED, "--repair", "--stop-id", "9")
+    assert repaired["repairs"] == [{"line": 2, "method": "stop_token"}]
     async with agent("A1", "A2") as a:
         await two_turns(a)
         (sample,) = (await a.get("/samples"))["samples"]
@@ -128,13 +140,13 @@ async def _(folder: Path) -> None:
 
 @check("fix_retokenization_drift: False")
 async def _(folder: Path) -> None:
-    assert merge(folder, DRIFTED, "--no-repair")["causes"] == {"drift": 1}
-    assert len(merge(folder, DRIFT_AND_TOOLS, "--exact")["timelines"]) == 3
+    assert merge(folder, DRIFTED)["causes"] == {"drift": 1}
+    assert len(merge(folder, DRIFT_AND_TOOLS)["timelines"]) == 3
 
 
 @check("detect_timeline_snap: True")
 async def _(folder: Path) -> None:
-    (fork,) = merge(folder, DRIFTED, "--no-repair")["forks"]
+    (fork,) = merge(folder, DRIFTED)["forks"]
     assert (fork["cause"], fork["first_divergent_token"]) == ("drift", 10)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -51,7 +51,7 @@ def test_help_states_the_purpose_and_shows_examples(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("command", ["merge", "tree"])
-def test_help_of_a_log_command_describes_the_format_and_the_compare_levels(
+def test_help_of_a_log_command_describes_the_format_and_what_is_merged(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     text = help_text(capsys, [command, "--help"])
@@ -60,8 +60,8 @@ def test_help_of_a_log_command_describes_the_format_and_the_compare_levels(
         '"request": {"messages"',
         '"prompt_token_ids"',
         '"token_ids"',
-        "text   a call continues",
-        "token  a call continues",
+        "By default a call continues an answer if",
+        "--repair        other ids",
         "(default: text)",
         "--skip-bad",
     ):
@@ -99,7 +99,7 @@ def test_wrong_usage_exits_with_2_and_an_empty_stdout(
 def test_an_interrupt_exits_with_130_and_without_a_traceback(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(options: object) -> str:
+    def interrupt(*arguments: object) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(merge, "load_call_log", interrupt)

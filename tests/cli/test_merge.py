@@ -109,6 +109,7 @@ def test_a_timeline_lists_its_size_calls_and_lines(run_merge: RunMerge) -> None:
     assert longest == {
         "session": None,
         "agent": None,
+        "model": None,
         "messages": 5,
         "tokens": 8,
         "trained_tokens": 5,
@@ -177,14 +178,25 @@ def test_sessions_and_named_agents_are_kept_apart(run_merge: RunMerge) -> None:
     assert report["sessions"] == 2
 
 
-def test_tool_lists_are_ignored_by_default(run_merge: RunMerge) -> None:
+def test_tool_lists_matter_only_where_they_change_ids(run_merge: RunMerge) -> None:
     more = [*ASK, raw_message("assistant", "a"), raw_message("user", "go")]
-    lines = [
-        log_line(ASK, "a", [1], [2], tools=[{"type": "function", "function": {"name": "f"}}]),
-        log_line(more, "b", [1, 2, 3], [4]),
-    ]
-    assert len(run_merge(lines)["timelines"]) == 1
-    assert len(run_merge(lines, "--keep-tools")["timelines"]) == 2
+    before, tools = [*range(100, 110)], [{"type": "function", "function": {"name": "f"}}]
+    first = log_line(ASK, "a", before, [2], tools=tools)
+    assert len(run_merge([first, log_line(more, "b", [*before, 2, 3], [4])])["timelines"]) == 1
+    lines = [first, log_line(more, "b", [50, *before, 2, 3], [4])]
+    apart = run_merge(lines)
+    assert len(apart["timelines"]) == 2
+    assert apart["kept_apart"] == [{"line": 2, "options": ["--ignore-tools"]}]
+    joined = run_merge(lines, "--ignore-tools")
+    assert (len(joined["timelines"]), joined["inexact_tokens"], joined["kept_apart"]) == (1, 1, [])
+
+
+def test_without_ids_tool_lists_keep_calls_apart_unless_ignored(run_merge: RunMerge) -> None:
+    more = [*ASK, raw_message("assistant", "a"), raw_message("user", "go")]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    lines = [log_line(ASK, "a", tools=tools), log_line(more, "b")]
+    assert len(run_merge(lines)["timelines"]) == 2
+    assert len(run_merge(lines, "--ignore-tools")["timelines"]) == 1
 
 
 def test_dedupe_keeps_one_of_several_equal_answers(run_merge: RunMerge) -> None:
@@ -201,14 +213,14 @@ def test_dedupe_keeps_one_of_several_equal_answers(run_merge: RunMerge) -> None:
 
 
 def test_drift_is_repaired_and_outputs_after_it_are_inexact(run_merge: RunMerge) -> None:
-    report = run_merge(DRIFTED_LOG)
+    report = run_merge(DRIFTED_LOG, "--repair", "--stop-id", 9)
     (line,) = report["timelines"]
     assert report["repairs"] == [{"line": 2, "method": "stop_token"}]
     assert (line["exact"], line["tokens_behind_other_ids"], line["trained_tokens"]) == (False, 1, 4)
     assert report["sampled_tokens"] == report["delivered_tokens"] == 4
 
 
-@pytest.mark.parametrize("options", [("--no-repair",), ("--compare", "token")])
+@pytest.mark.parametrize("options", [(), ("--stop-id", "9"), ("--ignore-tools",), ("--compare", "token")])
 def test_drift_forks_at_token_level_or_without_repair(run_merge: RunMerge, options: tuple[str, ...]) -> None:
     report = run_merge(DRIFTED_LOG, *options)
     assert len(report["timelines"]) == 2
@@ -255,11 +267,12 @@ def test_a_tokenizer_repairs_by_bytes_and_shows_forks_as_text(run_merge: RunMerg
     first = log_line([raw_message("user", "u")], "abb", [1], [a, b, b], finish_reason="length")
     later = [raw_message("user", "u"), raw_message("assistant", "abb"), raw_message("user", "v")]
     lines = [first, log_line(later, "c", [1, ab, b, end], [5])]
-    assert run_merge(lines)["repairs"] == []
+    assert run_merge(lines, "--repair", "--stop-id", end)["repairs"] == []
     assert run_merge(lines, "--inexact")["repairs"][0]["method"] == "estimate"
-    report = run_merge(lines, "--tokenizer", tokenizer)
+    report = run_merge(lines, "--tokenizer", tokenizer, "--repair")
     assert report["repairs"] == [{"line": 2, "method": "bytes"}]
-    apart = run_merge(lines, "--tokenizer", tokenizer, "--no-repair")
+    apart = run_merge(lines, "--tokenizer", tokenizer)
+    assert apart["kept_apart"] == [{"line": 2, "options": ["--repair"]}]
     assert (apart["forks"][0]["before"], apart["forks"][0]["after"]) == ("abb", "abb<e>")
 
 
@@ -431,7 +444,7 @@ def test_the_tables_show_timelines_totals_repairs_forks_and_skipped_lines(
         "{",
     ]
     path = log(lines)
-    assert main(["merge", str(path), "--skip-bad"]) == 0
+    assert main(["merge", str(path), "--skip-bad", "--repair", "--stop-id", "9"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "[bold]words" in out

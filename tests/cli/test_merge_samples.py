@@ -74,7 +74,7 @@ def test_samples_are_written_as_parquet_if_the_file_is_named_so(
 def test_repaired_calls_and_calls_with_other_tools_are_trained_and_counted(
     merge_samples: Callable[..., Any],
 ) -> None:
-    report, samples = merge_samples(DRIFT_AND_TOOLS)
+    report, samples = merge_samples(DRIFT_AND_TOOLS, "--repair", "--stop-id", STOP, "--ignore-tools")
     (sample,) = samples
     assert (sample.trained_tokens, sample.exact, sample.inexact_tokens) == (21, False, 17)
     assert report["sampled_tokens"] == report["delivered_tokens"] == 21
@@ -83,20 +83,27 @@ def test_repaired_calls_and_calls_with_other_tools_are_trained_and_counted(
     assert report["samples"]["dropped_tokens"] == {}
 
 
-def test_exact_keeps_calls_apart_and_still_trains_everything(merge_samples: Callable[..., Any]) -> None:
-    report, samples = merge_samples(DRIFT_AND_TOOLS, "--exact")
+def test_by_default_every_sample_is_exact_and_everything_is_trained(
+    merge_samples: Callable[..., Any],
+) -> None:
+    report, samples = merge_samples(DRIFT_AND_TOOLS)
     assert [sample.trained_tokens for sample in samples] == [4, 6, 11]
     assert all(sample.exact for sample in samples)
     prompts = [line["response"]["prompt_token_ids"] for line in DRIFT_AND_TOOLS]
     assert [sample.prompt_ids.tolist() for sample in samples] == prompts
     assert report["delivered_tokens"] == report["samples"]["trained_tokens"] == 21
     assert report["repairs"] == []
+    # The stop token is not known, so that only an estimate would join the drifted call.
+    assert report["kept_apart"] == [
+        {"line": 2, "options": ["--inexact"]},
+        {"line": 3, "options": ["--ignore-tools"]},
+    ]
 
 
 def test_calls_are_kept_apart_where_the_end_of_an_answer_is_only_estimated(
     merge_samples: Callable[..., Any],
 ) -> None:
-    report, samples = merge_samples(CUT_OFF)
+    report, samples = merge_samples(CUT_OFF, "--repair", "--stop-id", STOP)
     assert [(sample.trained_tokens, sample.exact) for sample in samples] == [(3, True), (1, True)]
     assert report["repairs"] == []
     report, samples = merge_samples(CUT_OFF, "--inexact")
@@ -124,9 +131,10 @@ def test_the_tables_say_how_many_trained_tokens_are_inexact(
 ) -> None:
     log = tmp_path / "calls.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in DRIFT_AND_TOOLS))
-    assert main(["merge", str(log), "--samples", str(tmp_path / "samples.jsonl")]) == 0
+    options = ["--repair", "--stop-id", str(STOP), "--ignore-tools"]
+    assert main(["merge", str(log), "--samples", str(tmp_path / "samples.jsonl"), *options]) == 0
     out = capsys.readouterr().out
-    assert "21 sampled tokens, 21 delivered, 17 of them inexact (--exact keeps such calls apart)" in out
+    assert "21 sampled tokens, 21 delivered, 17 of them inexact" in out
     assert "wrote 1 sample with 21 trained tokens" in out
 
 
@@ -157,7 +165,8 @@ def test_whatever_drifted_the_account_is_what_the_samples_train(
     if not lines:
         return
     total = sum(len(line["response"]["choices"][0]["token_ids"]) for line in lines)
-    for options in ([], ["--exact"], ["--inexact"]):
+    repair = ["--repair", "--stop-id", str(STOP)]
+    for options in ([], repair, ["--ignore-tools"], [*repair, "--ignore-tools"], ["--inexact"]):
         with tempfile.TemporaryDirectory() as folder:
             log, target = Path(folder, "calls.jsonl"), Path(folder, "samples.jsonl")
             log.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -166,4 +175,5 @@ def test_whatever_drifted_the_account_is_what_the_samples_train(
             samples = list(read_jsonl(target))
         assert report["sampled_tokens"] == report["delivered_tokens"] == total
         assert round(sum(float(sample.shares.sum()) for sample in samples), 3) == total
-        assert all(sample.exact for sample in samples) or options != ["--exact"]
+        assert all(sample.exact for sample in samples) or options
+        assert all(sample.exact for sample in samples) == (report["inexact_tokens"] == 0)

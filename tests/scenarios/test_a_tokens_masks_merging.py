@@ -197,10 +197,17 @@ def test_7_drift_by_token_is_two_sequences_each_token_trained_once() -> None:
     assert fork.cause == Cause.DRIFT
 
 
-@pytest.mark.parametrize("token_bytes", [TOKEN_BYTES.__getitem__, None], ids=["tokenizer", "no tokenizer"])
-def test_7_drift_by_text_is_one_sequence_with_the_sampled_ids(token_bytes: object) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MergePolicy(repair=True, token_bytes=TOKEN_BYTES.__getitem__),
+        MergePolicy(inexact=True),
+    ],
+    ids=["by bytes", "by estimate"],
+)
+def test_7_drift_by_text_is_one_sequence_with_the_sampled_ids(policy: MergePolicy) -> None:
     for order in permutations(DRIFTED_LOG):
-        merged = merge(order, MergePolicy(token_bytes=token_bytes))  # type: ignore[arg-type]
+        merged = merge(order, policy)
         (line,) = timelines_of(merged.tree)
         assert line.ids.tolist() == [1, 2, 20, 21, 4, 5]
         assert line.mask.tolist() == [0, 0, 1, 1, 0, 1]
@@ -216,7 +223,7 @@ def test_7_drift_by_text_is_one_sequence_with_the_sampled_ids(token_bytes: objec
 
 
 def test_7_drift_is_a_fork_without_repair() -> None:
-    merged = merge(DRIFTED_LOG, MergePolicy(repair=False))
+    merged = merge(DRIFTED_LOG)
     assert len(timelines_of(merged.tree)) == 2
     assert not merged.repairs
     (fork,) = classify_forks(merged.tree).forks

@@ -66,12 +66,12 @@ def test_a_prompt_that_cannot_follow_a_path_without_ids_is_kept_apart_and_exact(
     assert export_samples(tree).report.trained_tokens == 2
 
 
-def test_an_id_that_also_occurs_inside_an_output_is_no_stop_token() -> None:
+def test_an_id_that_also_occurs_inside_an_output_does_not_end_it() -> None:
     calls = [
         logged([user("a")], "b.c.", [1], [2, 8, 3, 8]),
         logged([user("a"), assistant("b.c."), user("e")], "f", [1, 4, 8, 3, 8, 5], [6]),
     ]
-    policy = MergePolicy(estimate=False)
+    policy = MergePolicy(repair=True, stop_ids=frozenset({8}))
     assert ([1, 4, 8, 3, 8, 5, 6], [0] * 6 + [1], True) in timeline_rows(merge(calls, policy).tree)
 
 
@@ -104,7 +104,8 @@ def test_after_a_changed_prefix_the_right_one_of_equal_turns_is_found() -> None:
         logged([go, ok, go], "ok", second, [60], 2),
         logged([go, ok, go, ok, go], "end", third, [61], 3),
     ]
-    (line,) = timelines_of(merge(calls).tree)
+    assert len(timelines_of(merge(calls).tree)) == 2
+    (line,) = timelines_of(merge(calls, MergePolicy(inexact=True)).tree)
     assert line.ids.tolist() == [*second, 60, *turn, 61]
     assert not line.exact
 

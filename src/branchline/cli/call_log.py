@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,11 +49,18 @@ one line of CALLS.jsonl (wrapped here):
   return_token_ids. session, agent, token ids and logprobs are optional; without token ids and logprobs
   nothing can be trained exactly.
 
-compare levels:
-  text   a call continues an output if its messages repeat it: roles, texts and tool calls. If the later
-         prompt has other token ids for that text (re-tokenization drift), the sampled ids are put back
-         and outputs that were sampled after the other ids are marked inexact. --exact forks instead.
-  token  a call continues an output only if its prompt begins with exactly the same token ids.
+  response may also be a stream: a list of chunks, or the text of server-sent events. CALLS.jsonl may be
+  compressed with gzip.
+
+what is merged:
+  By default a call continues an answer if its messages repeat it (roles, texts and tool calls) and its logged
+  prompt begins with exactly the ids of the earlier prompt and answer. So every token is in the context that
+  was logged for its call, and every sample is exact. Calls of different sessions, agents or models never
+  continue each other. Three options allow one thing each, and the tokens behind it count as inexact:
+  --repair        other ids for the same text, where the bytes of tokens or a known stop token tell the end
+  --ignore-tools  another tool list or other template arguments at the beginning of the prompt
+  --inexact       equal text only, whatever the ids are, and ids that were not logged at all
+  Calls that are kept apart because one of them is missing are counted, with the option.
 """
 
 
@@ -77,17 +84,14 @@ class CallLogFile:
     path: Path
     sessions: list[LoggedSession]
     skipped: list[LogError]
+    replaced_text: list[int]
+    """Lines with bytes that are not UTF-8."""
     tokenizer: TokenizerDir | None
 
     @cached_property
     def codec(self) -> GenericCodec | None:
         """The codec of the tokenizer, if it has a chat template that can be used."""
-        if self.tokenizer is None or not self.tokenizer.has_template:
-            return None
-        try:
-            return GenericCodec(self.tokenizer)
-        except CodecError:
-            return None
+        return _template_codec(self.tokenizer)
 
     @property
     def calls(self) -> int:
@@ -115,47 +119,43 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
         "--compare",
         choices=get_args(CompareLevel),
         default=_DEFAULTS.compare,
-        help="what must be equal for one call to continue another (default: %(default)s)",
+        help="what must be equal for one call to continue another: messages and ids (text), or nothing "
+        "but ids (token) (default: %(default)s)",
     )
     parser.add_argument(
-        "--keep-tools",
-        action="store_false",
-        dest="ignore_tools",
-        default=_DEFAULTS.ignore_tools,
-        help="do not merge calls with different tool lists; by default tool lists are ignored",
-    )
-    exactness = parser.add_mutually_exclusive_group()
-    exactness.add_argument(
-        "--exact",
-        action="store_const",
-        const=False,
-        dest="inexact",
-        default="context",
-        help="continue a call only after exactly the ids it was sampled after; calls that would need a "
-        "repair, or have other tools, keep their own prompts. By default they continue, and their tokens "
-        "count as inexact",
-    )
-    exactness.add_argument(
-        "--inexact",
-        action="store_const",
-        const=True,
-        dest="inexact",
-        help="also continue calls where the end of an answer in the later prompt is only estimated, and "
-        "train tokens whose ids or prompts were not logged",
-    )
-    parser.add_argument(
-        "--no-repair",
-        action="store_false",
-        dest="repair",
+        "--repair",
+        action="store_true",
         default=_DEFAULTS.repair,
-        help="fork where texts are equal and token ids differ; by default the sampled ids are put back",
+        help="continue calls whose prompts have other ids for the same text, and put the sampled ids back; "
+        "needs --tokenizer or --stop-id",
+    )
+    parser.add_argument(
+        "--ignore-tools",
+        action="store_true",
+        default=_DEFAULTS.ignore_tools,
+        help="continue calls with other tools or template arguments, whose prompts differ at the beginning",
+    )
+    parser.add_argument(
+        "--inexact",
+        action="store_true",
+        default=_DEFAULTS.inexact,
+        help="merge by text: continue every call whose messages agree, also where the end of an answer in "
+        "the later prompt is only estimated, and train tokens whose ids or prompts were not logged",
+    )
+    parser.add_argument(
+        "--stop-id",
+        action="append",
+        default=[],
+        metavar="ID_OR_TOKEN",
+        help="an id that ends an answer, besides those of --tokenizer; repeatable. No other id does",
     )
     parser.add_argument(
         "--dedupe",
         action="store_true",
         dest="deduplicate",
         default=_DEFAULTS.deduplicate,
-        help="keep one of several equal answers to the same prompt; by default each becomes a sample",
+        help="keep one of several equal answers to equal prompts (with --inexact: of equal text); by default "
+        "each becomes a sample",
     )
     parser.add_argument(
         "--skip-bad",
@@ -164,31 +164,76 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_call_log(options: argparse.Namespace) -> CallLogFile:
-    """Reads and merges the log `options.calls`; raises InputError if it has no calls."""
+def load_call_log(
+    options: argparse.Namespace, select: Callable[[list[LoggedCall]], list[LoggedCall]] = list
+) -> CallLogFile:
+    """Reads and merges the log `options.calls`; raises InputError if it has no calls. `select` returns the
+    calls with what is known about their training."""
     tokenizer = TokenizerDir.open(options.tokenizer) if options.tokenizer is not None else None
-    policy = MergePolicy(
-        compare=options.compare,
-        ignore_tools=options.ignore_tools,
-        repair=options.repair and options.inexact is not False,
-        estimate=options.inexact is True,
-        deduplicate=options.deduplicate,
-        token_bytes=tokenizer.token_bytes if tokenizer is not None else None,
-    )
+    policy = _read_policy(options, tokenizer)
     reader = LogReader(
         options.calls,
-        skip_bad=options.skip_bad,
+        skip_bad=True,
         check_ids=tokenizer.invalid_id_error if tokenizer is not None else None,
     )
     encoded = reader if tokenizer is None else _encode_missing_ids(reader, tokenizer)
     calls = list(_show_progress(encoded, options.calls))
     reader.errors.sort(key=lambda error: error.line)
+    if reader.errors and not options.skip_bad:
+        raise _bad_lines_error(reader.errors)
     if not calls:
         raise no_calls_error(reader)
     sessions = [
-        LoggedSession(name, group, merge(group, policy)) for name, group in group_by_session(calls).items()
+        LoggedSession(name, group, merge(group, policy))
+        for name, group in group_by_session(select(calls)).items()
     ]
-    return CallLogFile(options.calls, sessions, reader.errors, tokenizer)
+    return CallLogFile(options.calls, sessions, reader.errors, reader.replaced_text, tokenizer)
+
+
+def _read_policy(options: argparse.Namespace, tokenizer: TokenizerDir | None) -> MergePolicy:
+    stop_ids = frozenset(_read_stop_id(value, tokenizer) for value in options.stop_id)
+    if options.repair and not options.inexact and tokenizer is None and not stop_ids:
+        raise InputError(
+            "--repair: nothing tells where an answer ends in a later prompt; expected --tokenizer or "
+            "--stop-id as well"
+        )
+    if tokenizer is not None and (options.repair or options.inexact):
+        codec = _template_codec(tokenizer)
+        stop_ids |= tokenizer.stop_ids if codec is None else codec.stop_ids
+    return MergePolicy(
+        compare=options.compare,
+        repair=options.repair,
+        ignore_tools=options.ignore_tools,
+        inexact=options.inexact,
+        deduplicate=options.deduplicate,
+        token_bytes=tokenizer.token_bytes if tokenizer is not None else None,
+        stop_ids=stop_ids,
+    )
+
+
+def _read_stop_id(value: str, tokenizer: TokenizerDir | None) -> int:
+    if tokenizer is not None:
+        return tokenizer.find_id(value, "--stop-id")
+    if not value.isdecimal():
+        raise InputError(f"--stop-id: got {value!r}, expected an id, or --tokenizer for the text of a token")
+    return int(value)
+
+
+def _template_codec(tokenizer: TokenizerDir | None) -> GenericCodec | None:
+    """Returns the codec of a tokenizer, if it has a chat template that can be used."""
+    if tokenizer is None or not tokenizer.has_template:
+        return None
+    try:
+        return GenericCodec(tokenizer)
+    except CodecError:
+        return None
+
+
+def _bad_lines_error(errors: Sequence[LogError]) -> LogError:
+    """Returns the error of the first bad line, with the number of the others."""
+    first, others = errors[0], len(errors) - 1
+    more = f" (and {pluralize(others, 'other bad line')})" if others else ""
+    return LogError(first.file, first.line, f"{first.problem}{more}; --skip-bad reads the other lines")
 
 
 def no_calls_error(reader: LogReader) -> InputError:
@@ -233,10 +278,7 @@ def _encode_missing_ids(reader: LogReader, tokenizer: TokenizerDir) -> Iterator[
         try:
             yield _fill_missing_ids(call, encoder)
         except CodecError as error:
-            bad_line = LogError(str(reader.path), call.line, f"cannot be encoded: {error}")
-            if not reader.skip_bad:
-                raise bad_line from error
-            reader.errors.append(bad_line)
+            reader.errors.append(LogError(str(reader.path), call.line, f"cannot be encoded: {error}"))
 
 
 @dataclass(frozen=True)

@@ -109,13 +109,26 @@ def decode_json(data: bytes | msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(data)
     except msgspec.DecodeError as error:
-        text = bytes(data)
-        if b"\\ud" not in text.lower():
-            raise
-        try:
-            return replace_surrogates_deep(json.loads(text, parse_constant=_reject_constant))
-        except ValueError:
-            raise error from None
+        return replace_surrogates_deep(_load_surrogates(data, error))
+
+
+def decode_json_keeping_surrogates(data: bytes) -> Any:
+    """Decodes JSON. Half a surrogate pair is kept, because the next text of a stream may have the other."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        return _load_surrogates(data, error)
+
+
+def _load_surrogates(data: bytes | msgspec.Raw, error: msgspec.DecodeError) -> Any:
+    """Decodes JSON that has half a surrogate pair; raises `error` if it has none or is no JSON."""
+    text = bytes(data)
+    if b"\\ud" not in text.lower():
+        raise error
+    try:
+        return json.loads(text, parse_constant=_reject_constant)
+    except ValueError:
+        raise error from None
 
 
 def _reject_constant(name: str) -> None:

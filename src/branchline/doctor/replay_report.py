@@ -23,6 +23,7 @@ from branchline.doctor.findings import USE_RENDERERS, USE_VERBATIM, Finding, Sev
 from branchline.doctor.template_audit import TemplateAudit
 from branchline.timelines.causes import classify_forks
 from branchline.timelines.diagnosis import diagnose
+from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall, LoggedOutput, group_by_session
 from branchline.timelines.merge import merge
 from branchline.tree.session import Session
@@ -139,7 +140,7 @@ def replay_log(calls: Iterable[LoggedCall], codec: GenericCodec, history: Histor
 
 def _parents_first(calls: Sequence[LoggedCall]) -> list[LoggedCall]:
     """Returns the calls in the order of the log, except that a call follows the one it continues."""
-    merged = merge(calls)
+    merged = merge(calls, MergePolicy(ignore_tools=True, inexact=True))
     calls, links = merged.calls, merged.links
     order: list[LoggedCall] = []
     done: set[int] = set()
@@ -151,7 +152,7 @@ def _parents_first(calls: Sequence[LoggedCall]) -> list[LoggedCall]:
             if ready not in done:
                 done.add(ready)
                 order.append(calls[ready])
-    return order
+    return order + merged.repeated
 
 
 def _compare_prompts(line: int, logged: Ids, ours: Ids, codec: GenericCodec) -> PromptDrift:

@@ -1,75 +1,90 @@
 """Finds the output that each logged call continues.
 
-By text, a call continues the deepest output whose messages it repeats, tool calls and roles included; by
-token, the deepest output whose ids it repeats. Among several candidates ids decide, then echoed wire ids,
-then the number of equivalences, then the order of the log.
+A call continues the deepest output whose messages it repeats, tool calls and roles included, if its logged
+prompt begins with the ids of that output's prompt and the sampled ids; by token, the deepest output whose ids
+it repeats. Such a link is exact. A `MergePolicy` can allow links that are not: each permission allows one
+thing, and a call that is kept apart because a permission is missing is reported with it.
 
-A foreign prompt may encode an output with other ids than the sampled ones. To put the sampled ids back
-("repair"), the end of the re-encoded output is located by the bytes of the tokens if a tokenizer is
-available, else by the stop token, or by equal ids after a changed prefix. If none of these works, it is
-estimated from text lengths, and the alignment says so.
+Among several candidates ids decide, then echoed wire ids, then whether the output was complete, then the
+number of ids that agree, then the number of equivalences, then the order of the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 
+from branchline.core.errors import InputError
 from branchline.core.message import Message
-from branchline.core.token_arrays import Ids
-from branchline.timelines.log import LoggedCall, LoggedOutput
+from branchline.core.token_arrays import NO_IDS, Ids
+from branchline.timelines.alignment import (
+    NOTHING,
+    Aligner,
+    Alignment,
+    AlignmentMethod,
+    EarlierPath,
+    PathReasoning,
+    Permission,
+    Permissions,
+    TokenBytes,
+    has_reasoning,
+)
+from branchline.timelines.log import CANCELLED_REASONS, LoggedCall
 from branchline.timelines.prefix_index import CallKeys, MessagePrefixIndex, TokenPrefixIndex, starts_with
 from branchline.tree.match import match_echo
 
 CompareLevel = Literal["text", "token"]
-TokenBytes = Callable[[int], bytes]
-_ANCHOR_TOKENS = 8
+_TOOLS: Permissions = frozenset((Permission.IGNORE_TOOLS,))
+_MAX_COMPARED = 16
+"""Candidates of one length that are compared; without a limit, common answers take quadratic time."""
 
 
 @dataclass(frozen=True)
 class MergePolicy:
-    """When one call counts as the continuation of another."""
+    """When one call counts as the continuation of another. By default only if its context stays exactly what
+    was logged for it."""
 
     compare: CompareLevel = "text"
-    """`text`: equal messages, tool calls included. `token`: equal ids, nothing else."""
-    ignore_tools: bool = True
-    """Merge calls with different tool lists."""
-    repair: bool = True
-    """If texts agree and ids do not, put the sampled ids back instead of forking."""
-    estimate: bool = True
-    """If the end of an output in a later prompt cannot be found, estimate it from text lengths. The context
-    of the later output may then be wrong by some tokens; False keeps such calls apart."""
+    """`text`: equal messages, tool calls included, and equal ids. `token`: equal ids, nothing else."""
+    repair: bool = False
+    """If texts agree and ids do not, put the sampled ids back, where the end of the output is known: by the
+    bytes of tokens or by its stop token."""
+    ignore_tools: bool = False
+    """Continue calls with other tools or template arguments, whose prompts begin with other ids."""
+    inexact: bool = False
+    """Merge by text: continue every call whose messages agree, also where the end of an output in the later
+    prompt is only estimated. Includes `repair`."""
     deduplicate: bool = False
-    """Keep one of several outputs with equal ids; by default each becomes a sample."""
+    """Keep one of several equal outputs of equal prompts; by default each becomes a sample. Outputs are equal
+    if their ids are; with `inexact`, if their texts are."""
     token_bytes: TokenBytes | None = None
     """Returns the bytes of a token, if a tokenizer is available; makes repairs certain."""
+    stop_ids: frozenset[int] = frozenset()
+    """The ids that are known to end an output."""
 
+    def __post_init__(self) -> None:
+        if self.compare not in get_args(CompareLevel):
+            raise InputError(f"compare: got {self.compare!r}, expected text or token")
+        if self.compare == "token":
+            for permission in Permission:
+                if getattr(self, permission):
+                    raise InputError(
+                        f"{permission}: got True, expected False with compare='token': that compares ids only"
+                    )
 
-class AlignmentMethod(StrEnum):
-    """How the end of an output was located in a prompt."""
-
-    IDENTICAL = "identical"
-    """The prompt starts with the ids of the earlier prompt and the sampled ids."""
-    BYTES = "bytes"
-    """Other ids with the same bytes."""
-    STOP_TOKEN = "stop_token"
-    """Other ids, up to the stop token of the output."""
-    ANCHOR = "anchor"
-    """The sampled ids after a prefix that changed (other tools, another date)."""
-    ESTIMATE = "estimate"
-    """Estimated from text lengths; a tokenizer makes it certain."""
-
-
-@dataclass(frozen=True)
-class Alignment:
-    """The end of an output in a later prompt: `prompt[end:]` follows the output."""
-
-    end: int
-    method: AlignmentMethod
+    def missing(self, needs: Permissions) -> tuple[Permission, ...]:
+        """Returns the permissions of `needs` that the policy does not give."""
+        return tuple(
+            permission
+            for permission in Permission
+            if permission in needs
+            and not getattr(self, permission)
+            and not (permission == Permission.REPAIR and (self.inexact or Permission.INEXACT in needs))
+        )
 
 
 @dataclass(frozen=True)
@@ -83,10 +98,27 @@ class Link:
     """The end of that output in the call's prompt; None if ids are missing."""
 
 
-def find_links(calls: Sequence[LoggedCall], scopes: Sequence[int], policy: MergePolicy) -> list[Link | None]:
-    """Returns for each call the output it continues, or None. Calls of different scopes are never linked."""
-    links = _token_links(calls, scopes) if policy.compare == "token" else _text_links(calls, scopes, policy)
-    return list(links)
+@dataclass(frozen=True)
+class KeptApart:
+    """A call that would continue a longer path if the policy gave these permissions."""
+
+    line: int
+    missing: tuple[Permission, ...]
+
+
+@dataclass
+class Links:
+    """For each call the output it continues, and the calls that were kept apart."""
+
+    links: list[Link | None]
+    kept_apart: list[KeptApart] = field(default_factory=list)
+
+
+def find_links(calls: Sequence[LoggedCall], scopes: Sequence[int], policy: MergePolicy) -> Links:
+    """Returns for each call the output it continues. Calls of different scopes are never linked."""
+    if policy.compare == "token":
+        return Links(list(_token_links(calls, scopes)))
+    return _TextLinker(calls, scopes, policy).run()
 
 
 def _token_links(calls: Sequence[LoggedCall], scopes: Sequence[int]) -> Iterator[Link | None]:
@@ -115,71 +147,197 @@ def _token_links(calls: Sequence[LoggedCall], scopes: Sequence[int]) -> Iterator
         yield best
 
 
-def _text_links(
-    calls: Sequence[LoggedCall], scopes: Sequence[int], policy: MergePolicy
-) -> Iterator[Link | None]:
-    index = MessagePrefixIndex(
-        [
-            CallKeys(scope, call.request.message_keys, tuple(output.message.key for output in call.outputs))
-            for scope, call in zip(scopes, calls, strict=True)
-        ]
-    )
-    has_reasoning = any(output.message.reasoning_content for call in calls for output in call.outputs)
-    for call_index, call in enumerate(calls):
+class _TextLinker:
+    """Links calls whose messages agree. A call follows the calls that it may continue, because the path of an
+    earlier call decides what its continuations need."""
+
+    def __init__(self, calls: Sequence[LoggedCall], scopes: Sequence[int], policy: MergePolicy) -> None:
+        self._calls = calls
+        self._policy = policy
+        self._aligner = Aligner(policy.token_bytes, policy.stop_ids)
+        self._index = MessagePrefixIndex(
+            [
+                CallKeys(
+                    scope, call.request.message_keys, tuple(output.message.key for output in call.outputs)
+                )
+                for scope, call in zip(scopes, calls, strict=True)
+            ]
+        )
+        self._links: list[Link | None] = [None] * len(calls)
+        self._first_outputs: list[int | None] = [None] * len(calls)
+        """Where the first output of a call's path begins in its prompt."""
+        self._allows_any = any(getattr(policy, permission) for permission in Permission)
+        self._reasoning: dict[int, PathReasoning] = {}
+        self._outputs_reason = any(out.message.reasoning_content for call in calls for out in call.outputs)
+
+    def run(self) -> Links:
+        kept_apart: dict[int, KeptApart] = {}
+        calls = self._calls
+        for index in sorted(range(len(calls)), key=lambda index: len(calls[index].request.messages)):
+            link, apart = self._find_link(index)
+            self._links[index] = link
+            self._first_outputs[index] = self._find_first_output(index, link)
+            if apart is not None:
+                kept_apart[index] = apart
+        return Links(self._links, [kept_apart[index] for index in sorted(kept_apart)])
+
+    def _find_link(self, call_index: int) -> tuple[Link | None, KeptApart | None]:
+        """Returns the best link that the policy allows, and what it lacks for a longer path."""
+        call = self._calls[call_index]
         best: Link | None = None
         best_rank: tuple[int, ...] = ()
-        for depth, parent, choice in index.matches(call_index):
+        apart: tuple[int, KeptApart] | None = None
+        current_depth = seen = aligned = 0
+        for depth, parent, choice in self._index.matches(call_index):
             if best is not None and depth < best.depth:
                 break
-            earlier = calls[parent]
-            output = earlier.outputs[choice]
-            shown = call.request.messages[depth - 1]
+            if depth != current_depth:
+                current_depth, seen, aligned = depth, 0, 0
+            output, shown = self._calls[parent].outputs[choice], call.request.messages[depth - 1]
             used = match_echo(output.message, shown)
-            if used is None or (has_reasoning and not _same_reasoning(call, earlier)):
+            if used is None:
                 continue
-            alignment = align_output(call, earlier, output, depth, policy.token_bytes)
-            if not _may_merge(alignment, output, policy):
+            seen += 1
+            found = self._link_by_ids(call, depth, parent, choice)
+            if found is None and aligned < _MAX_COMPARED and (self._allows_any or apart is None):
+                aligned += 1
+                found = self._link_by_text(call, depth, parent, choice)
+            if found is None:
                 continue
-            proof = 1 if alignment is None else 0 if alignment.method == AlignmentMethod.IDENTICAL else 2
+            link, needs = found
+            if missing := self._policy.missing(needs):
+                apart = apart or (depth, KeptApart(call.line, missing))
+                continue
+            proof, length = 1, 0
+            if link.alignment is not None:
+                is_identical = link.alignment.method == AlignmentMethod.IDENTICAL
+                proof, length = (0, link.alignment.end) if is_identical else (2, 0)
             echoed = bool(output.message.id) and output.message.id == shown.id
             echoed_ids = echoed + _count_echoed_calls(output.message, call.request.messages[depth - 1 :])
-            rank = (proof, -echoed_ids, len(used))
+            is_cancelled = output.finish_reason in CANCELLED_REASONS
+            rank = (proof, -echoed_ids, is_cancelled, -length, len(used))
             if best is None or rank < best_rank:
-                best, best_rank = Link(depth, parent, choice, alignment), rank
-            if not used and proof == (call.prompt_ids is None) and _all_echoed(shown, echoed_ids):
-                # No candidate can be better. Without this, many equal answers would take quadratic time.
+                best, best_rank = link, rank
+            is_good = (
+                not used
+                and not is_cancelled
+                and proof == (call.prompt_ids is None)
+                and _all_echoed(shown, echoed_ids)
+            )
+            if is_good and seen >= _MAX_COMPARED:
                 break
-        yield best
+        is_longer = apart is not None and (best is None or apart[0] > best.depth)
+        return best, apart[1] if apart is not None and is_longer else None
 
+    def _link_by_ids(
+        self, call: LoggedCall, depth: int, parent: int, choice: int
+    ) -> tuple[Link, Permissions] | None:
+        """Returns a link that changes no logged context, or None."""
+        earlier, prompt = self._calls[parent], call.prompt_ids
+        before, sampled = earlier.prompt_ids, earlier.outputs[choice].ids
+        if prompt is not None and before is not None and sampled is not None:
+            # The output first: it is short, and drift is there.
+            if not starts_with(prompt[len(before) :], sampled) or not starts_with(prompt, before):
+                return None
+            end, first_output = len(before) + len(sampled), self._first_outputs[parent]
+            alignment = Alignment(end, AlignmentMethod.IDENTICAL, first_output)
+            return Link(depth, parent, choice, alignment), NOTHING
+        if prompt is not None and not starts_with(prompt, self._path_ids(parent, choice)):
+            # The ids of this prompt cannot follow that path.
+            return None
+        if not self._has_same_reasoning(call, earlier):
+            return None
+        other_tools = call.request.prompt_config_digest != earlier.request.prompt_config_digest
+        return Link(depth, parent, choice, None), _TOOLS if other_tools else NOTHING
 
-def _may_merge(alignment: Alignment | None, output: LoggedOutput, policy: MergePolicy) -> bool:
-    """Whether the sampled ids may replace the ids of the later prompt."""
-    if alignment is None or alignment.method == AlignmentMethod.IDENTICAL:
+    def _link_by_text(
+        self, call: LoggedCall, depth: int, parent: int, choice: int
+    ) -> tuple[Link, Permissions] | None:
+        """Returns a link that replaces ids of a logged prompt by the sampled ones, or None."""
+        earlier, prompt = self._calls[parent], call.prompt_ids
+        output = earlier.outputs[choice]
+        if prompt is None or earlier.prompt_ids is None or output.ids is None:
+            return None
+        if not output.ids_were_sampled or not self._has_same_reasoning(call, earlier):
+            # Ids encoded from text must not replace logged ids.
+            return None
+        path = EarlierPath(
+            earlier.prompt_ids,
+            output,
+            output.ids,
+            self._first_outputs[parent],
+            replace(self._path_reasoning(parent), in_output=self._has_reasoning(output.message)),
+        )
+        other_tools = call.request.prompt_config_digest != earlier.request.prompt_config_digest
+        alignment = self._aligner.align(prompt, path, call.request.messages[depth:], other_tools=other_tools)
+        return None if alignment is None else (Link(depth, parent, choice, alignment), alignment.needs)
+
+    def _has_reasoning(self, message: Message) -> bool:
+        """Whether a message may have been rendered with reasoning: it has some, or an output with equal text
+        has, which a server may have restored."""
+        return message.key in self._keys_with_reasoning or has_reasoning(message)
+
+    @cached_property
+    def _keys_with_reasoning(self) -> frozenset[bytes]:
+        outputs = (output.message for call in self._calls for output in call.outputs)
+        return frozenset(message.key for message in outputs if has_reasoning(message))
+
+    def _has_same_reasoning(self, call: LoggedCall, earlier: LoggedCall) -> bool:
+        """Whether the messages common to both calls have equal reasoning wherever both include it."""
+        if not self._outputs_reason:
+            return True
+        for mine, theirs in zip(call.request.messages, earlier.request.messages, strict=False):
+            if (
+                mine.reasoning_content
+                and theirs.reasoning_content
+                and mine.reasoning_content.strip() != theirs.reasoning_content.strip()
+            ):
+                return False
         return True
-    if alignment.method == AlignmentMethod.ESTIMATE and not policy.estimate:
-        return False
-    if not output.ids_were_sampled:
-        # Ids encoded from text must not replace logged ids.
-        return False
-    if output.message.reasoning_content and alignment.method in (
-        AlignmentMethod.STOP_TOKEN,
-        AlignmentMethod.ESTIMATE,
-    ):
-        # Other ids and possibly another text: the template has probably dropped the reasoning.
-        return False
-    return policy.repair
 
+    def _find_first_output(self, call_index: int, link: Link | None) -> int | None:
+        prompt = self._calls[call_index].prompt_ids
+        if prompt is None:
+            return None
+        if link is None:
+            return len(prompt)
+        # Without an alignment the prompt begins with the ids of the path.
+        return self._first_outputs[link.parent] if link.alignment is None else link.alignment.first_output
 
-def _same_reasoning(call: LoggedCall, earlier: LoggedCall) -> bool:
-    """Whether the messages common to both calls have equal reasoning wherever both include it."""
-    for mine, theirs in zip(call.request.messages, earlier.request.messages, strict=False):
-        if (
-            mine.reasoning_content
-            and theirs.reasoning_content
-            and mine.reasoning_content.strip() != theirs.reasoning_content.strip()
-        ):
-            return False
-    return True
+    def _path_ids(self, call_index: int, choice: int) -> Ids:
+        """Returns the known ids from the root to an output."""
+        parts: list[Ids] = []
+        end: tuple[int, int] | None = (call_index, choice)
+        while end is not None:
+            call, link = self._calls[end[0]], self._links[end[0]]
+            sampled, prompt = call.outputs[end[1]].ids, call.prompt_ids
+            parts.append(NO_IDS if sampled is None else sampled)
+            if prompt is not None and (link is None or link.alignment is None):
+                parts.append(prompt)
+                break
+            if prompt is not None and link is not None and link.alignment is not None:
+                parts.append(prompt[link.alignment.end :])
+            end = None if link is None else (link.parent, link.output)
+        return np.concatenate(parts[::-1])
+
+    def _path_reasoning(self, call_index: int) -> PathReasoning:
+        """Returns where the prompt of a call, which is linked, has reasoning."""
+        unknown: list[int] = []
+        index: int | None = call_index
+        while index is not None and index not in self._reasoning:
+            unknown.append(index)
+            link = self._links[index]
+            index = link.parent if link is not None else None
+        for index in reversed(unknown):
+            messages, link = self._calls[index].request.messages, self._links[index]
+            if link is None:
+                self._reasoning[index] = PathReasoning(any(map(self._has_reasoning, messages)))
+                continue
+            earlier = self._reasoning[link.parent]
+            added = (self._calls[link.parent].outputs[link.output].message, *messages[link.depth :])
+            in_outputs = earlier.in_outputs or any(map(self._has_reasoning, added))
+            self._reasoning[index] = PathReasoning(earlier.in_context, in_outputs)
+        return self._reasoning[call_index]
 
 
 def _all_echoed(shown: Message, echoed: int) -> bool:
@@ -194,82 +352,3 @@ def _count_echoed_calls(output: Message, shown: Sequence[Message]) -> int:
     echoed = {call.id for call in shown[0].tool_calls}
     echoed.update(message.tool_call_id for message in shown[1:] if message.role == "tool")
     return len(known & echoed)
-
-
-# -- alignment -----------------------------------------------------------------------------------------
-
-
-def align_output(
-    call: LoggedCall, earlier: LoggedCall, output: LoggedOutput, depth: int, token_bytes: TokenBytes | None
-) -> Alignment | None:
-    """Locates the end of an earlier call's output in the prompt of a call whose messages[:depth] end in it.
-
-    Returns None if ids are missing.
-    """
-    prompt, before, sampled = call.prompt_ids, earlier.prompt_ids, output.ids
-    if prompt is None or before is None or sampled is None:
-        return None
-    following = call.request.messages[depth:]
-    start = len(before)
-    if not starts_with(prompt, before):
-        end = _end_by_anchor(prompt, before, sampled)
-        if end is not None:
-            return Alignment(end, AlignmentMethod.ANCHOR)
-        start = min(start, len(prompt))
-    elif starts_with(prompt[start:], sampled):
-        return Alignment(start + len(sampled), AlignmentMethod.IDENTICAL)
-    else:
-        end = _end_by_bytes(prompt, start, sampled, token_bytes) if token_bytes is not None else None
-        if end is not None:
-            return Alignment(end, AlignmentMethod.BYTES)
-        # A stop token occurs at the end of an output only.
-        if output.finish_reason != "length" and len(sampled) and sampled[-1] not in sampled[:-1]:
-            stops = np.flatnonzero(prompt[start:] == sampled[-1])
-            if len(stops):
-                return Alignment(start + int(stops[0]) + 1, AlignmentMethod.STOP_TOKEN)
-    return Alignment(_end_by_estimate(prompt, start, output.message, following), AlignmentMethod.ESTIMATE)
-
-
-def _end_by_bytes(prompt: Ids, start: int, output: Ids, token_bytes: TokenBytes) -> int | None:
-    expected = b"".join(map(token_bytes, output.tolist()))
-    read = b""
-    for position, token in enumerate(prompt[start:].tolist(), start=start):
-        if len(read) >= len(expected):
-            return position if read == expected else None
-        read += token_bytes(token)
-        if not expected.startswith(read[: len(expected)]):
-            return None
-    return len(prompt) if read == expected else None
-
-
-def _end_by_anchor(prompt: Ids, before: Ids, output: Ids) -> int | None:
-    """Locates the sampled ids by the last ids before them; None if they do not occur."""
-    anchor = np.concatenate((before[-_ANCHOR_TOKENS:], output))
-    if not len(output) or len(anchor) > len(prompt):
-        return None
-    # The same ids may occur earlier in the conversation: take the occurrence with the same number before it.
-    earlier = len(_occurrences(np.concatenate((before, output)), anchor)) - 1
-    starts = _occurrences(prompt, anchor)
-    return starts[earlier] + len(anchor) if earlier < len(starts) else None
-
-
-def _occurrences(ids: Ids, anchor: Ids) -> list[int]:
-    starts = np.flatnonzero(ids[: max(0, len(ids) - len(anchor) + 1)] == anchor[0]).tolist()
-    return [start for start in starts if np.array_equal(ids[start : start + len(anchor)], anchor)]
-
-
-def _end_by_estimate(prompt: Ids, start: int, message: Message, following: Sequence[Message]) -> int:
-    tail = len(prompt) - start
-    length = _text_length(message)
-    share = length / max(1, length + sum(_text_length(message) for message in following))
-    # Each side gets at least one token if there are enough.
-    most = tail - 1 if following and tail > 1 else tail
-    return start + min(most, max(1 if tail else 0, round(tail * share)))
-
-
-def _text_length(message: Message) -> int:
-    return (
-        len(message.content)
-        + len(message.reasoning_content)
-        + sum(len(call.arguments) for call in message.tool_calls)
-    )

@@ -1,17 +1,21 @@
 """Reads logs of calls captured elsewhere, one JSON object per line.
 
 A line is `{"session": str?, "agent": str?, "request": <chat completion request>, "response": <response>}`,
-with token ids in vLLM's fields and logprobs in OpenAI's format. An invalid line is rejected with its file,
-line number and the expectation; nothing is guessed.
+with token ids in vLLM's fields and logprobs in OpenAI's format; the response may be a stream. An invalid line
+is rejected with its file, line number and the expectation; nothing is guessed. Half a character in a text is
+replaced, as tokenizers do, and such lines are counted.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -19,10 +23,18 @@ import numpy as np
 from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import InputError, LogError, MessageError
 from branchline.core.message import Message
-from branchline.core.reader import read_message
+from branchline.core.reader import decode_json_keeping_surrogates, read_message, replace_surrogates
 from branchline.core.token_arrays import Floats, Ids, as_ids
+from branchline.timelines.streamed import join_stream
 
 _TOKEN_ID_LIMIT = 2**31
+_LOGPROB_LIMIT = float(np.finfo(np.float32).max)
+_ROUNDING = 0.01
+"""By how much a logprob may be above 0."""
+_BOM = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
+CANCELLED_REASONS = frozenset(("cancelled", "abort", "error"))
+"""Finish reasons of outputs that ended before their end: the stream was cut off, or the request aborted."""
 _TOKEN_AS_ID = re.compile(r"token_id:\d{1,10}\Z")
 
 
@@ -48,6 +60,8 @@ class LoggedCall:
     session: str = ""
     line: int = 0
     id: str = ""
+    model: str = ""
+    """The model that the response names, else that of the request."""
 
     @property
     def agent(self) -> str:
@@ -63,20 +77,24 @@ class LogReader:
     check_ids: Callable[[Ids], str | None] | None = None
     """Returns what is wrong with ids (e.g. unknown to the tokenizer), or None."""
     errors: list[LogError] = field(default_factory=list)
+    replaced_text: list[int] = field(default_factory=list)
+    """Lines with bytes that are not UTF-8, which were replaced."""
 
     def __iter__(self) -> Iterator[LoggedCall]:
         try:
-            with self.path.open("rb") as file:
+            with _open(self.path) as file:
                 yield from self._read(file)
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+        except (OSError, EOFError, zlib.error) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise InputError(f"{self.path}: cannot be read: {reason}") from error
 
     def _read(self, lines: Iterable[bytes]) -> Iterator[LoggedCall]:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
+            text = line.removeprefix(_BOM) if number == 1 else line
+            if not text.strip():
                 continue
             try:
-                yield self._read_line(line, number)
+                yield self._read_line(text, number)
             except LogError as error:
                 if not self.skip_bad:
                     raise
@@ -84,16 +102,49 @@ class LogReader:
 
     def _read_line(self, line: bytes, number: int) -> LoggedCall:
         try:
-            call = read_call(msgspec.json.decode(line), number)
+            call = read_call(self._decode(line, number), number)
             for field_path, ids in _all_ids(call):
                 problem = self.check_ids(ids) if self.check_ids else None
                 if problem:
                     raise InputError(f"{field_path}: {problem}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise LogError(str(self.path), number, f"expected one JSON object a line: {error}") from error
+            hint = _not_json_hint(line)
+            raise LogError(
+                str(self.path), number, f"expected one JSON object a line: {error}{hint}"
+            ) from error
         except InputError as error:
             raise LogError(str(self.path), number, str(error)) from error
         return call
+
+    def _decode(self, line: bytes, number: int) -> object:
+        try:
+            return decode_json_keeping_surrogates(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            replaced = line.decode("utf-8", "replace").encode()
+            if replaced == line:
+                raise
+        value = decode_json_keeping_surrogates(replaced)
+        self.replaced_text.append(number)
+        return value
+
+
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    """Opens a log, which may be compressed with gzip."""
+    file = path.open("rb")
+    if file.peek(2)[:2] != _GZIP:
+        return file
+    file.close()
+    return gzip.open(path, "rb")
+
+
+def _not_json_hint(line: bytes) -> str:
+    """Names the most frequent fault: Python writes missing numbers as NaN, which is not JSON."""
+    found: list[str] = []
+    try:
+        json.loads(line, parse_constant=found.append)
+    except (ValueError, RecursionError):
+        return ""
+    return f"; got {found[0]}, expected a number or null" if found else ""
 
 
 def read_log(path: str | Path) -> list[LoggedCall]:
@@ -105,11 +156,14 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
     """Reads one decoded line of a log."""
     if not isinstance(raw, dict):
         raise MessageError("line", raw, "an object with request and response")
-    for key in ("request", "response"):
-        if not isinstance(raw.get(key), dict):
-            raise MessageError(key, raw.get(key), f"an object (a chat completion {key})")
-    response = raw["response"]
-    agent = _read_name(raw, "agent") or DEFAULT_AGENT
+    response = raw.get("response")
+    if isinstance(response, list | str):
+        response = join_stream(response)
+    for key, value in (("request", raw.get("request")), ("response", response)):
+        if not isinstance(value, dict):
+            raise MessageError(key, value, f"an object (a chat completion {key})")
+    assert isinstance(response, dict)
+    agent = _read_name(raw, "agent", "") or DEFAULT_AGENT
     request = Request.read(raw["request"], agent=agent)
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices:
@@ -118,23 +172,38 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
         read_choice(choice, f"response.choices[{index}]", response.get("id"))
         for index, choice in enumerate(choices)
     )
+    model = _read_name(response, "model", "response.") or _read_name(raw["request"], "model", "request.")
     return LoggedCall(
         request,
         outputs,
-        read_token_ids(response.get("prompt_token_ids"), "response.prompt_token_ids"),
-        session=_read_name(raw, "session"),
+        _read_prompt_ids(response),
+        session=_read_name(raw, "session", ""),
         line=line,
-        id=str(response.get("id") or ""),
+        id=replace_surrogates(str(response.get("id") or "")),
+        model=model,
     )
 
 
-def _read_name(raw: Mapping[str, Any], key: str) -> str:
+def _read_prompt_ids(response: Mapping[str, Any]) -> Ids | None:
+    """Returns the ids of the prompt, which some servers write on the choices."""
+    path, found = "response.prompt_token_ids", response.get("prompt_token_ids")
+    for index, choice in enumerate(response["choices"]):
+        on_choice = choice.get("prompt_token_ids")
+        if on_choice is None:
+            continue
+        if found is not None and on_choice != found:
+            raise MessageError(f"response.choices[{index}].prompt_token_ids", on_choice, f"those of {path}")
+        path, found = (path, found) if found is not None else (f"response.choices[{index}]", on_choice)
+    return read_token_ids(found, path)
+
+
+def _read_name(raw: Mapping[str, Any], key: str, prefix: str) -> str:
     value = raw.get(key)
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise MessageError(key, value, "a string")
-    return value
+        raise MessageError(prefix + key, value, "a string")
+    return replace_surrogates(value)
 
 
 def read_choice(raw: object, field_path: str, response_id: object = None) -> LoggedOutput:
@@ -149,7 +218,7 @@ def read_choice(raw: object, field_path: str, response_id: object = None) -> Log
     if message.role != "assistant":
         raise MessageError(f"{field_path}.message.role", message.role, "assistant")
     if isinstance(response_id, str) and response_id and not message.id:
-        message = msgspec.structs.replace(message, id=response_id)
+        message = msgspec.structs.replace(message, id=replace_surrogates(response_id))
     ids = read_token_ids(raw.get("token_ids"), f"{field_path}.token_ids")
     if ids is None:
         ids = _ids_of_tokens(raw.get("logprobs"), f"{field_path}.logprobs")
@@ -158,7 +227,10 @@ def read_choice(raw: object, field_path: str, response_id: object = None) -> Log
         raise MessageError(
             f"{field_path}.logprobs", f"{len(logprobs)} entries", f"one for each of {len(ids)} token_ids"
         )
-    return LoggedOutput(message, ids, logprobs, str(raw.get("finish_reason") or "stop"))
+    reason = raw.get("finish_reason")
+    if not isinstance(reason, str | None):
+        raise MessageError(f"{field_path}.finish_reason", reason, "a string or null")
+    return LoggedOutput(message, ids, logprobs, replace_surrogates(reason or "stop"))
 
 
 def _ids_of_tokens(logprobs: object, field_path: str) -> Ids | None:
@@ -198,13 +270,15 @@ def _read_logprobs(raw: object, field_path: str) -> Floats | None:
         raise MessageError(f"{field_path}.content", content, "a list with one entry per token")
     try:
         values = [entry["logprob"] for entry in content]
-        wide = np.array([np.nan if value is None else value for value in values], np.float64)
-        if wide.ndim != 1:
-            raise ValueError("not numbers")
-        with np.errstate(over="ignore"):
-            return wide.astype(np.float32)
-    except (TypeError, KeyError, ValueError, OverflowError):
+    except (TypeError, KeyError):
         raise MessageError(f"{field_path}.content", content, "entries with a logprob (a number)") from None
+    for index, value in enumerate(values):
+        is_number = type(value) in (int, float) and -_LOGPROB_LIMIT < value < _ROUNDING
+        if value is not None and not is_number:
+            raise MessageError(
+                f"{field_path}.content[{index}].logprob", value, "a finite number up to 0, or null"
+            )
+    return np.array([np.nan if value is None else value for value in values], np.float32)
 
 
 def _all_ids(call: LoggedCall) -> Iterator[tuple[str, Ids]]:

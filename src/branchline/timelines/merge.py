@@ -1,8 +1,10 @@
 """Merges calls captured elsewhere into one tree, independent of their order.
 
 The rule, AgentJet's, is applied to all calls at once: a timeline whose messages are a prefix of another
-timeline is absorbed by it, and its output is marked as sampled there. Outputs keep the ids they were sampled
-with; an output whose context now has other ids is marked `inexact`.
+timeline is absorbed by it, and its output is marked as sampled there. By default only if the ids are a prefix
+too, so that the context of every output is what was logged for its call. A `MergePolicy` can allow more; then
+an output whose context has other ids than the logged ones is marked `inexact`. Calls of different agents or
+models never continue each other.
 
     merged = merge(read_log("calls.jsonl"))
     merged.tree, merged.line_of_call, merged.repairs
@@ -22,10 +24,10 @@ import numpy as np
 
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Output
 from branchline.core.message import Message
-from branchline.core.token_arrays import NO_IDS, Ids, Origin, as_ids, normalize_runs
-from branchline.timelines.links import AlignmentMethod, Link, MergePolicy, find_links
-from branchline.timelines.log import LoggedCall
-from branchline.timelines.prefix_index import starts_with
+from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, as_ids, normalize_runs
+from branchline.timelines.alignment import AlignmentMethod
+from branchline.timelines.links import KeptApart, Link, MergePolicy, find_links
+from branchline.timelines.log import CANCELLED_REASONS, LoggedCall
 from branchline.tree.match import match_echo
 from branchline.tree.tree import NO_NODE, Delivered, NewNode, Node, Tree, TreeDelta
 
@@ -54,6 +56,10 @@ class MergeResult:
     policy: MergePolicy
     duplicates: list[OutputRef] = field(default_factory=list)
     """Outputs left out because an equal one is kept."""
+    repeated: list[LoggedCall] = field(default_factory=list)
+    """Calls left out because the log has them twice: the same response, under the same id."""
+    kept_apart: list[KeptApart] = field(default_factory=list)
+    """Calls that would continue a longer path if the policy allowed it."""
 
     @property
     def repairs(self) -> list[Repair]:
@@ -108,38 +114,70 @@ def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> Mer
     """Merges the calls of one session, in time linear in the log."""
     policy = policy or MergePolicy()
     # Sorted, because the earlier line wins if nothing else decides.
-    calls = sorted(calls, key=lambda call: call.line)
-    scopes = _scopes(calls, policy)
-    merged = MergeResult(calls, find_links(calls, scopes, policy), policy)
+    calls, repeated = _split_repeated(sorted(calls, key=lambda call: call.line))
+    scopes = _scopes(calls)
+    found = find_links(calls, scopes, policy)
+    merged = MergeResult(calls, found.links, policy, repeated=repeated, kept_apart=found.kept_apart)
     if policy.deduplicate:
-        merged.duplicates = list(_duplicates(calls, scopes, merged.links))
+        merged.duplicates = list(_duplicates(calls, scopes, merged.links, policy))
     return merged
 
 
-def _scopes(calls: Sequence[LoggedCall], policy: MergePolicy) -> list[int]:
-    """Returns equal numbers for calls that may be linked: one agent, and one tool list unless ignored."""
-    numbers: dict[tuple[str, bytes], int] = {}
-    return [
-        numbers.setdefault(
-            (call.agent, b"" if policy.ignore_tools else call.request.prompt_config_digest), len(numbers)
+def _split_repeated(calls: Sequence[LoggedCall]) -> tuple[list[LoggedCall], list[LoggedCall]]:
+    """Returns the calls, and those that an earlier line has with the same response and response id."""
+    kept: list[LoggedCall] = []
+    repeated: list[LoggedCall] = []
+    seen: set[object] = set()
+    for call in calls:
+        identity = (
+            call.id,
+            call.agent,
+            call.model,
+            call.request.message_keys,
+            call.request.prompt_config_digest,
+            _to_bytes(call.prompt_ids),
+            tuple(
+                (_to_bytes(output.ids), _to_bytes(output.logprobs), output.finish_reason, output.message)
+                for output in call.outputs
+            ),
         )
-        for call in calls
-    ]
+        (repeated if call.id and identity in seen else kept).append(call)
+        if call.id:
+            seen.add(identity)
+    return kept, repeated
+
+
+def _to_bytes(values: Ids | Floats | None) -> bytes | None:
+    return None if values is None else values.tobytes()
+
+
+def _scopes(calls: Sequence[LoggedCall]) -> list[int]:
+    """Returns equal numbers for calls that may be linked: those of one agent and one model."""
+    numbers: dict[tuple[str, str], int] = {}
+    return [numbers.setdefault((call.agent, call.model), len(numbers)) for call in calls]
 
 
 def _duplicates(
-    calls: Sequence[LoggedCall], scopes: Sequence[int], links: Sequence[Link | None]
+    calls: Sequence[LoggedCall],
+    scopes: Sequence[int],
+    links: Sequence[Link | None],
+    policy: MergePolicy,
 ) -> Iterator[OutputRef]:
-    """Yields outputs with the prompt and ids (or, without ids, the text) of another; continued ones are
-    kept."""
+    """Yields outputs that are equal to another one of an equal prompt; continued ones are kept."""
     continued = {(link.parent, link.output) for link in links if link is not None}
     kept: set[object] = set()
     outputs = [(index, choice) for index, call in enumerate(calls) for choice in range(len(call.outputs))]
     for index, choice in sorted(outputs, key=lambda output: output not in continued):
         call, output = calls[index], calls[index].outputs[choice]
-        prompt = (call.prompt_ids if call.prompt_ids is not None else NO_IDS).tobytes()
-        ids = output.ids.tobytes() if output.ids is not None else output.message.key
-        identity = (scopes[index], call.request.message_keys, prompt, ids, output.message.content)
+        message = output.message
+        identity: tuple[object, ...] = (
+            scopes[index],
+            call.request.message_keys,
+            b"" if policy.ignore_tools else call.request.prompt_config_digest,
+            (message.key, message.content, message.reasoning_content),
+        )
+        if not policy.inexact:
+            identity += (_to_bytes(call.prompt_ids), _to_bytes(output.ids))
         if identity in kept and (index, choice) not in continued:
             yield index, choice
         kept.add(identity)
@@ -180,19 +218,18 @@ class _TreeBuilder:
         if link is not None:
             continued = (link.parent, link.output)
             parent, start, alignment = self._nodes[continued], link.depth, link.alignment
-            if alignment is not None:
-                identical = alignment.method == AlignmentMethod.IDENTICAL
-                exact = exact and identical and continued not in self._inexact
-                estimated |= alignment.method == AlignmentMethod.ESTIMATE or continued in self._estimated
-                ids = None if ids is None else ids[alignment.end :]
+            if alignment is not None and ids is not None:
+                gap = ids[alignment.end :]
+                if alignment.method != AlignmentMethod.IDENTICAL or continued in self._inexact:
+                    # What was put back on the path may be what this prompt has.
+                    exact = np.array_equal(np.concatenate((self.tree.path_ids(parent), gap)), ids)
+                    estimated = not exact and (
+                        alignment.method == AlignmentMethod.ESTIMATE or continued in self._estimated
+                    )
+                ids = gap
             elif ids is not None:
-                # The continued output was logged without ids: compare the prompt with the path itself. If it
-                # is another prompt, the call is kept apart, because its ids cannot follow that path.
-                path = self.tree.path_ids(parent)
-                if starts_with(ids, path):
-                    ids = ids[len(path) :]
-                else:
-                    parent, start = self.tree.root, 0
+                # Ids are missing on the path: the prompt begins with those that are known.
+                ids = ids[parent.end :]
         config_digest = b"" if self._ignore_tools else call.request.prompt_config_digest
         gap = NO_IDS if ids is None else ids
         new, prompt_node, applied, reused = self._context_nodes(index, parent, start, config_digest)
@@ -213,9 +250,12 @@ class _TreeBuilder:
             requested_config_digest=call.request.prompt_config_digest,
             applied_equivalences=applied,
             reused_nodes=reused,
+            trainable=call.request.trainable,
         )
         self.tree.apply(TreeDelta((*new, *outputs), record))
-        self.tree.apply(Delivered(record.index, Delivery.DELIVERED))
+        is_cancelled = any(output.finish_reason in CANCELLED_REASONS for output in call.outputs)
+        delivery = Delivery.CANCELLED if is_cancelled else Delivery.DELIVERED
+        self.tree.apply(Delivered(record.index, delivery))
         for choice, node in zip(choices, outputs, strict=True):
             self._nodes[index, choice] = self.tree.nodes[node.id]
             if not exact:
@@ -321,12 +361,13 @@ def _find_sources(calls: Sequence[LoggedCall], links: Sequence[Link | None]) -> 
         for choice, output in enumerate(call.outputs):
             outputs.setdefault(output.message.key, []).append((index, choice))
     sources: list[dict[int, OutputRef]] = []
+    scopes = _scopes(calls)
     for index, (call, link) in enumerate(zip(calls, links, strict=True)):
         found: dict[int, OutputRef] = {}
         for position in range(link.depth if link is not None else 0, len(call.request.messages)):
             message = call.request.messages[position]
             if message.role == "assistant" and message.key in outputs:
-                source = _best_source(calls, message, index, outputs[message.key][:_MAX_SOURCES])
+                source = _best_source(calls, scopes, message, index, outputs[message.key][:_MAX_SOURCES])
                 if source is not None:
                     found[position] = source
         sources.append(found)
@@ -334,12 +375,15 @@ def _find_sources(calls: Sequence[LoggedCall], links: Sequence[Link | None]) -> 
 
 
 def _best_source(
-    calls: Sequence[LoggedCall], message: Message, index: int, candidates: Sequence[OutputRef]
+    calls: Sequence[LoggedCall],
+    scopes: Sequence[int],
+    message: Message,
+    index: int,
+    candidates: Sequence[OutputRef],
 ) -> OutputRef | None:
     ranked: list[tuple[bool, int, int, OutputRef]] = []
     for call, choice in candidates:
         used = match_echo(calls[call].outputs[choice].message, message) if call != index else None
         if used is not None:
-            other_agent = calls[call].agent != calls[index].agent
-            ranked.append((other_agent, len(used), calls[call].line, (call, choice)))
+            ranked.append((scopes[call] != scopes[index], len(used), calls[call].line, (call, choice)))
     return min(ranked)[-1] if ranked else None
