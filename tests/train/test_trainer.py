@@ -7,6 +7,7 @@ import itertools
 import json
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,53 @@ def test_a_resumed_run_continues_the_same_curve(policy: Path, tmp_path: Path) ->
     ]
     assert torch.allclose(weights_of(second), weights_of(whole), atol=1e-4)
     assert (weights_of(first) - weights_of(second)).abs().max() > 1e-3
+
+
+async def ask_at_random_times(question: str, session: AgentSession) -> float:
+    """Requests of all sessions arrive in another order in each run."""
+    await asyncio.sleep(SystemRandom().random() * 0.02)
+    reward = await ask_twice(question, session)
+    await asyncio.sleep(SystemRandom().random() * 0.02)
+    return reward
+
+
+def test_deterministic_runs_with_one_seed_are_equal_bit_for_bit(policy: Path, tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "other"):
+        trainer = create_trainer(
+            policy, tmp_path / name, ask_at_random_times, steps=3, deterministic=True, update={"passes": 2}
+        )
+        metrics = [without_times(result.metrics) for result in run_steps(trainer)]
+        found.append((metrics, weights_of(trainer)))
+    (metrics, weights), (others, other_weights) = found
+    assert metrics == others
+    assert torch.equal(weights, other_weights)
+    first = create_trainer(
+        policy, tmp_path / "parts", ask_at_random_times, steps=2, deterministic=True, update={"passes": 2}
+    )
+    run_steps(first)
+    second = create_trainer(
+        policy,
+        tmp_path / "parts",
+        ask_at_random_times,
+        resume=True,
+        steps=3,
+        deterministic=True,
+        update={"passes": 2},
+    )
+    assert [without_times(result.metrics) for result in run_steps(second)] == metrics[2:]
+    assert torch.equal(weights_of(second), weights)
+
+
+def test_runs_with_one_seed_sample_the_same_and_differ_by_rounding(policy: Path, tmp_path: Path) -> None:
+    one, other = (
+        run_steps(create_trainer(policy, tmp_path / name, ask_at_random_times, steps=2))
+        for name in ("one", "other")
+    )
+    for result, again in zip(one, other, strict=True):
+        for metric in ("reward", "sampled_tokens", "trained_tokens"):
+            assert result.metrics[metric] == again.metrics[metric]
+        assert result.metrics["grad_norm"] == pytest.approx(again.metrics["grad_norm"], rel=1e-3)
 
 
 def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(policy: Path, tmp_path: Path) -> None:
@@ -443,6 +491,8 @@ def test_invalid_settings_are_refused_with_their_names() -> None:
         small_config(group_size=1)
     with pytest.raises(InputError, match=r"sampling\.temperature"):
         TrainerConfig(sampling={"temperature": 0.5})
+    with pytest.raises(InputError, match="max_staleness: got 1, expected 0 for a deterministic run"):
+        small_config(deterministic=True, max_staleness=1)
     with pytest.raises(InputError, match="passes: got 0"):
         small_config(update={"passes": 0})
 

@@ -118,6 +118,12 @@ def add_train(commands: Any) -> None:
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of tasks and sampling (default: 0)"
     )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="runs with one seed are equal bit for bit on one CPU; several times slower (without it they "
+        "differ by rounding)",
+    )
     group.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
     parser.set_defaults(run=run)
@@ -196,6 +202,7 @@ def _config(options: argparse.Namespace) -> TrainerConfig:
         "sampling": options.sampling,
         "episode_timeout_s": options.timeout_s,
         "seed": options.seed,
+        "deterministic": options.deterministic,
     }
     if options.model:
         return TrainerConfig(

@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -114,6 +114,9 @@ class TrainerConfig:
     """None: no checkpoint is saved, also not at the end."""
     keep_checkpoints: int = 2
     seed: int = 0
+    deterministic: bool = False
+    """Sample each reply alone, so that runs with one seed are equal bit for bit on one CPU; several times
+    slower. Else they differ by rounding: the engine computes together what happens to arrive together."""
     report_to: tuple[TrackerName, ...] = ()
 
     def __post_init__(self) -> None:
@@ -126,6 +129,11 @@ class TrainerConfig:
             raise InputError(
                 f"constant_length: got {self.constant_length} for the normaliser {self.normaliser!r}, "
                 "expected a number of tokens for `constant` and None for the others"
+            )
+        if self.deterministic and self.max_staleness:
+            raise InputError(
+                f"max_staleness: got {self.max_staleness}, expected 0 for a deterministic run: which weights "
+                "sample a token would depend on the time"
             )
         if "temperature" in self.sampling:
             raise InputError("sampling.temperature: expected it in update.temperature, which trains it too")
@@ -221,10 +229,14 @@ class Trainer(Generic[T]):
         step is saved as a checkpoint, unless `checkpoint_every` is None.
         """
         config = self.config
+        engine_config = config.engine
+        if config.deterministic:
+            # What is computed for a reply then depends on its prompt and seed only.
+            engine_config = replace(engine_config, max_batch=1, cache_bytes=0)
         model = deepcopy(self.model)
         if model.config._attn_implementation == FLEX:  # Made for long packed batches, not for decoding.
             model.set_attn_implementation("sdpa")
-        engine = SeededEngine(model, config.engine, name="policy", version=self.step, run_seed=config.seed)
+        engine = SeededEngine(model, engine_config, name="policy", version=self.step, run_seed=config.seed)
         batches: deque[asyncio.Task[list[EpisodeGroup]]] = deque()
         try:
             async with Gateway(engine=engine, codec=self.codec) as gateway:
