@@ -42,5 +42,5 @@ def test_a_run_of_a_cluster_is_resumed_in_a_cluster_only(tmp_path: Path) -> None
     tasks = read_tasks(TASKS)
     RunFolder.create(tmp_path, tasks, 1, is_ray=True)
     RunFolder.create(tmp_path, tasks, 1, is_ray=True, resume=True)
-    with pytest.raises(InputError, match=r"ray: got False, expected True, as in .*run\.json"):
+    with pytest.raises(InputError, match=r"ray: this run has True, got False; expected those of .*run\.json"):
         RunFolder.create(tmp_path, tasks, 1, resume=True)

@@ -122,10 +122,11 @@ def test_the_sessions_of_a_dead_runner_are_run_again(tmp_path: Path) -> None:
     async def test() -> None:
         sink = MemorySink()
         async with cluster(tmp_path, runners=1) as started:
-            rollout = Rollout(started.pool, started.runner(agents.die_once), sinks=[sink])
+            runner = started.runner(agents.die_once)
+            rollout = Rollout(started.pool, runner, sinks=[sink], run_id="r")
             stats = await rollout.run(make_tasks(tmp_path, 1))
         found = {result.session: (result.status, str(result.end.cause or "")) for result in sink.results}
-        assert found == {"0-0": ("aborted", "node_lost"), "0-0-r1": ("finished", "")}
+        assert found == {"r-0-0": ("aborted", "node_lost"), "r-0-0-r1": ("finished", "")}
         assert stats.finished == 1
 
     run(test)
@@ -147,15 +148,15 @@ def test_errors_timeouts_and_commands_of_agents_end_their_sessions_only(tmp_path
             for task, name in zip(tasks, ("hang", "fail", "", "shell"), strict=True):
                 task["agent_name"] = name
             config = RolloutConfig(timeout_s=3.0)
-            await Rollout(started.pool, runners, sinks=[sink], config=config).run(tasks)
+            await Rollout(started.pool, runners, sinks=[sink], config=config, run_id="r").run(tasks)
             notes = agents.read_notes(tmp_path / "notes")
-            assert ["ended", "0-0"] in notes, "a cancelled agent is cancelled in its process"
+            assert ["ended", "r-0-0"] in notes, "a cancelled agent is cancelled in its process"
         found = {result.session: str(result.end.cause or "") for result in sink.results}
-        assert found == {"0-0": "timeout", "1-0": "runner_error", "2-0": "", "3-0": "exit_code"}
+        assert found == {"r-0-0": "timeout", "r-1-0": "runner_error", "r-2-0": "", "r-3-0": "exit_code"}
         errors = {result.session: result.end.error for result in sink.results}
-        assert errors["1-0"] == "LookupError: nothing for 1"
-        assert errors["3-0"].startswith("exit code 3\n")
-        assert '"id":"3"' in (tmp_path / "logs" / "3-0.log").read_text()
+        assert errors["r-1-0"] == "LookupError: nothing for 1"
+        assert errors["r-3-0"].startswith("exit code 3\n")
+        assert '"id":"3"' in (tmp_path / "logs" / "r-3-0.log").read_text()
 
     run(test)
 
@@ -164,7 +165,8 @@ def test_a_run_that_is_resumed_finds_the_sessions_of_its_journals(tmp_path: Path
     async def test() -> None:
         tasks = make_tasks(tmp_path)
         async with cluster(tmp_path) as started:
-            await Rollout(started.pool, started.runner(agents.converse), config=RolloutConfig(n=N)).run(tasks)
+            runner, config = started.runner(agents.converse), RolloutConfig(n=N)
+            await Rollout(started.pool, runner, config=config, run_id="r").run(tasks)
         noted = agents.read_notes(tmp_path / "notes")
         sink = MemorySink()
         async with cluster(tmp_path) as started:
@@ -174,6 +176,7 @@ def test_a_run_that_is_resumed_finds_the_sessions_of_its_journals(tmp_path: Path
                 sinks=[sink],
                 config=RolloutConfig(n=N),
                 resume=True,
+                run_id="r",
             )
             stats = await rollout.run(tasks)
         assert stats.finished == 8

@@ -63,17 +63,18 @@ def test_e5_one_failed_session_does_not_fail_its_prompt() -> None:
 
         async with scripted_gateway() as gateway:
             sink = MemorySink()
-            rollout = Rollout(gateway, first_raises, sinks=[sink], config=RolloutConfig(n=2))
+            config = RolloutConfig(n=2)
+            rollout = Rollout(gateway, first_raises, sinks=[sink], config=config, run_id="r")
             stats = await rollout.run([{"id": "a", "prompt": "hello"}])
             by_session = {result.session: result for result in sink.results}
         assert stats.prompts == {"a": "finished"}
         assert (stats.sessions, stats.finished, stats.failed, stats.aborted) == (2, 1, 1, 0)
-        assert by_session["a-1"].status == "finished"
-        assert len(by_session["a-1"].trajectory.samples) == 1
-        assert by_session["a-0"].status == "failed"
-        assert by_session["a-0"].trajectory.failed
-        assert by_session["a-0"].trajectory.samples == ()
-        assert by_session["a-0"].trajectory.history is not None, "what happened is kept"
+        assert by_session["r-a-1"].status == "finished"
+        assert len(by_session["r-a-1"].trajectory.samples) == 1
+        assert by_session["r-a-0"].status == "failed"
+        assert by_session["r-a-0"].trajectory.failed
+        assert by_session["r-a-0"].trajectory.samples == ()
+        assert by_session["r-a-0"].trajectory.history is not None, "what happened is kept"
         assert stats.failure_reasons == {"runner_error: RuntimeError: no luck": 1}
 
     run(test)
@@ -115,12 +116,13 @@ def test_e7_tasks_are_dispatched_to_runners_by_agent_name() -> None:
         ]
         async with scripted_gateway() as gateway:
             sink = MemorySink()
-            await Rollout(gateway, {"math": math, "code": code}, sinks=[sink]).run(tasks)
+            runners = {"math": math, "code": code}
+            await Rollout(gateway, runners, sinks=[sink], run_id="r").run(tasks)
         assert sorted(seen) == [("code", "2"), ("math", "1"), ("math", "3")]
         assert {(result.session, result.agent_name) for result in sink.results} == {
-            ("1-0", "math"),
-            ("2-0", "code"),
-            ("3-0", "math"),
+            ("r-1-0", "math"),
+            ("r-2-0", "code"),
+            ("r-3-0", "math"),
         }
 
     run(test)
