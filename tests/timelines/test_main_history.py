@@ -114,8 +114,9 @@ def solved(session: Session) -> Session:
         [JUDGE],
         [TASK],
         [TASK, Message("assistant", ANSWER), Message("user", "Is that right?")],
+        [TASK, Message("assistant", ANSWER)],
     ],
-    ids=["other words", "quotes the answer", "same task", "whole conversation"],
+    ids=["other words", "quotes the answer", "same task", "whole conversation", "ends with the answer"],
 )
 def test_a_critic_without_a_name_is_not_the_main_history(solved: Session, shown: list[Message]) -> None:
     verdict = commit_reply(solved, [CRITIC, *shown], "It is right, I think.")
@@ -194,6 +195,13 @@ def test_an_agent_that_hands_over_within_a_turn_is_in_the_same_conversation(sess
     commit_reply(session, [looker, TASK, over, result], ANSWER)
     assert fork_causes(session) == [Cause.EDIT]
     assert main_text(session) == ANSWER
+
+
+def test_instructions_that_a_follow_up_omits_do_not_end_the_conversation(session: Session) -> None:
+    first = commit_reply(session, [SYSTEM, TASK], ANSWER, has_instructions=True)
+    commit_reply(session, [TASK, first, Message("user", "And now?")], "Four.")
+    assert fork_causes(session) == [Cause.CONTEXT_DELETE]
+    assert main_text(session) == "Four."
 
 
 def test_a_long_system_prompt_that_shows_the_time_is_the_same_one(session: Session) -> None:

@@ -180,7 +180,8 @@ class Branches:
         """Whether a branch is a conversation under another system prompt than its sibling.
 
         One that continues the sibling's outputs is the same conversation if it goes on within a turn (an
-        agent hands over to another), or if most of the system prompt is unchanged (it shows the time).
+        agent hands over to another), if most of the system prompt is unchanged (it shows the time), or if it
+        omits instructions, which are for one call only.
         """
         new, old = self._system_prompt(branch), self._system_prompt(sibling)
         if new is None or old is None or [entry.key for entry in new] == [entry.key for entry in old]:
@@ -190,8 +191,10 @@ class Branches:
         repeated = [index for index, message in enumerate(messages) if message.key in shared]
         if not repeated:
             return True
-        is_in_turn = all(message.role != "user" for message in messages[repeated[-1] :])
-        return not is_in_turn and not _is_mostly_equal(new, old)
+        following = messages[repeated[-1] + 1 :]
+        is_in_turn = bool(messages[repeated[-1]].tool_calls) and all(one.role != "user" for one in following)
+        omits_instructions = not new and self.first_call(sibling).has_instructions
+        return not (is_in_turn or omits_instructions or _is_mostly_equal(new, old))
 
     def have_one_system_prompt(self, one: Node, other: Node) -> bool:
         """Whether the conversations of two nodes have equal system prompts."""
