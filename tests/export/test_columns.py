@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -117,6 +118,10 @@ def plain(**changes: Any) -> Sample:
         (plain(rewards=(RewardSpan(math.nan, 0, 1),)), "rewards.score: got nan, expected a finite number"),
         (plain(prompt_ids=np.array([2**40])), "prompt_ids: got an array of int64, expected one of int32"),
         (plain(shares=np.array([0.1])), "shares: got an array of float64, expected one of float32"),
+        (
+            plain(shares=np.zeros(9, np.float32)),
+            f"shares: got 9 values, expected {len(plain().response_ids)}, as many as response_ids",
+        ),
         (plain(response_mask=np.array([True])), "response_mask: got an array of bool, expected one of int8"),
     ],
 )
@@ -132,6 +137,63 @@ def test_what_would_not_be_read_back_equal_is_refused_by_sample_and_column(
     assert file.read_text() == "before"
     with pytest.raises(InputError, match="sample of session"):
         write([replace(sample, session="s")], file)
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"[]", b"3", b"{", b'{"report": {}}', b"\xef\xbb\xbf{}", b'{"media": 3}']
+)
+def test_a_line_that_is_no_sample_is_refused_by_its_number(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "s.jsonl"
+    write_jsonl([plain()], file)
+    file.write_bytes(file.read_bytes() + line + b"\n")
+    read = read_jsonl_rows(file)
+    next(read)
+    with pytest.raises(InputError, match=r"s.jsonl:2: got .*, expected a sample"):
+        next(read)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "problem"),
+    [
+        ("response_ids", ["1"], r"response_ids: got string, expected list<item: int32>"),
+        ("response_ids", [None], r"response_ids: got null, expected list<item: int32>"),
+        ("response_ids", [[None]], r"response_ids: got null, expected list<item: int32>"),
+        (
+            "response_ids",
+            [[2**40]],
+            r"response_ids: got list<element: int64>, expected .*not in range",
+        ),
+        (
+            "response_mask",
+            [[300]],
+            r"response_mask: got list<element: int64>, expected .*300",
+        ),
+        ("shares", [None], r"shares: got null, expected list<item: float>"),
+        ("reward", [[1.0]], r"reward: got list<element: double>, expected double"),
+    ],
+)
+def test_a_column_of_another_type_is_refused_by_its_name(
+    tmp_path: Path, column: str, values: list[Any], problem: str
+) -> None:
+    file = tmp_path / "s.parquet"
+    write_parquet([plain()], file)
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(table.schema.get_field_index(column), column, pa.array(values)), file)
+    with pytest.raises(InputError, match=f"s.parquet: {problem}"):
+        list(read_parquet_rows(file))
+
+
+def test_a_column_with_wider_numbers_is_read(tmp_path: Path) -> None:
+    """As a program writes it that has no smaller ones."""
+    file, sample = tmp_path / "s.parquet", plain()
+    write_parquet([sample], file)
+    table = pq.read_table(file)
+    for name, kind in (("response_ids", pa.int64()), ("response_logprobs", pa.float64())):
+        wide = table[name].cast(pa.list_(kind))
+        table = table.set_column(table.schema.get_field_index(name), name, wide)
+    pq.write_table(table, file)
+    (row,) = read_parquet_rows(file)
+    assert_same_bits(row, SampleRow(sample))
 
 
 def test_files_have_all_columns_whatever_the_samples(tmp_path: Path) -> None:

@@ -167,6 +167,19 @@ def test_a_reward_given_in_a_program_that_cannot_be_read_is_refused(reward: dict
     assert (sample.reward, sample.reward_extras) == (1.0, '{"note":"x"}')
 
 
+def test_a_reward_of_an_empty_answer_is_counted_as_unassigned() -> None:
+    """It trains nothing, so no sample can have its reward."""
+    session, question = Session("s", CODEC), Message("user", "q")
+    nothing = Generation(CODEC.encode("")[:0], np.zeros(0, np.float32), 0, "length")
+    session.commit(session.prepare(Request((question,))), nothing, call_id="empty")
+    commit_reply(session, [question, Message("assistant", ""), Message("user", "x")], "A")
+    call = session.tree.calls[1].id
+    rewards = [{"score": 1.0, "call": "empty"}, {"score": 0.5, "call": call}]
+    export = export_samples(session.tree, rewards=rewards)
+    assert [[one.score for one in sample.rewards] for sample in export.samples] == [[0.5]]
+    assert export.report.unassigned_rewards == 1
+
+
 def test_the_last_reward_without_a_part_is_that_of_the_session() -> None:
     assert session_reward([]) is None
     assert session_reward([{"score": 1}, {"score": 2, "note": "x"}, {"score": 3, "call": "c"}]) == 2.0

@@ -309,6 +309,7 @@ def result_of(task: RolloutTask) -> SessionResult:
     ("task", "problem"),
     [
         (RolloutTask("a_b", {}), "uid: got 'a_b', expected no underscore: verl splits keys at it"),
+        (RolloutTask("a", {}, run="r_1"), "uid: got 'r_1-a', expected no underscore: verl splits keys at it"),
         (RolloutTask("a", "hello"), "columns of task a: got a str, expected an object"),
         (RolloutTask("a", {1: 2}), "columns of task a: got the name 1, expected a text"),
         (RolloutTask("a", {"at": object()}), "columns of task a: at: .* expected a JSON value"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,14 @@ def test_the_least_important_messages_are_dropped_first() -> None:
     assert positions(DropLeastImportant(keep_last=1), messages, 250) == (2, 4, 5)
     last_first = DropLeastImportant(lambda messages, position: -position, keep_last=1)
     assert positions(last_first, messages, 1) == (6,)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.array, int])
+def test_scores_may_be_numbers_of_numpy(kind: Any) -> None:
+    messages = conversation(3)
+    assert positions(DropLeastImportant(lambda _, position: kind(-position), keep_last=1), messages, 1) == (
+        6,
+    )
 
 
 def test_a_summary_covers_whole_turns() -> None:

@@ -133,7 +133,7 @@ class SampleOrigin:
     """Which task and session of a run a sample is from; None is not known."""
 
     key: str | None = None
-    """The sample's name, unique in its run."""
+    """The sample's name."""
     uid: str | None = None
     """The task."""
     group: str | None = None
@@ -160,7 +160,7 @@ class SampleRow:
 
     def check(self) -> SampleRow:
         """Returns the row. Raises InputError, with sample and column, for what would not be read back equal:
-        an array of another type, a text that is no Unicode, a number that is not finite."""
+        an array of another type or length, a text that is no Unicode, a number that is not finite."""
         for column in FILE_COLUMNS:
             if column.kind == "structs":
                 value: Any = msgspec.to_builtins(getattr(self.sample, column.name), builtin_types=(bytes,))
@@ -171,6 +171,9 @@ class SampleRow:
                 self._check_values(column.name, value)
             elif len(value) and value.dtype != expected:
                 self._refuse(column.name, f"an array of {value.dtype}", f"one of {np.dtype(expected)}")
+            elif column.name != "prompt_ids" and len(value) != len(self.sample.response_ids):
+                count = len(self.sample.response_ids)
+                self._refuse(column.name, f"{len(value)} values", f"{count}, as many as response_ids")
         return self
 
     def _check_values(self, name: str, value: object) -> None:

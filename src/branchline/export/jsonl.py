@@ -18,6 +18,7 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
+from branchline.core.errors import InputError
 from branchline.core.sample import DroppedTokens, ExportReport, Sample
 from branchline.core.token_arrays import Floats
 from branchline.export.columns import (
@@ -134,12 +135,19 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def read_jsonl_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
-    """Does what `read_jsonl` does, and says where each sample comes from."""
+    """Does what `read_jsonl` does, and says where each sample comes from. Raises InputError, with the number
+    of the line, for one that is no sample."""
     payloads: dict[str, bytes] = {}
     with Path(path).open("rb") as file:
-        for line in file:
-            raw = msgspec.json.decode(line)
-            yield SampleRow(sample_from_json(raw, payloads), make_origin(raw))
+        for number, line in enumerate(file, 1):
+            try:
+                raw = msgspec.json.decode(line)
+                row = SampleRow(sample_from_json(raw, payloads), make_origin(raw))
+            except (msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError) as error:
+                raise InputError(
+                    f"{path}:{number}: got {line[:80]!r}, expected a sample: {error!r}"
+                ) from error
+            yield row
 
 
 def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None = None) -> Sample:

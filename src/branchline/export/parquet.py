@@ -82,7 +82,10 @@ def read_parquet_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
             names = ", ".join(sorted(missing - OPTIONAL_COLUMNS))
             raise InputError(f"{path}: got no column {names}, expected the columns of samples")
         for batch in file.iter_batches(_ROWS_PER_GROUP, columns=[column.name for column in columns]):
-            values = {column.name: _from_arrow(column, batch.column(column.name)) for column in columns}
+            try:
+                values = {one.name: _from_arrow(one, batch.column(one.name)) for one in columns}
+            except InputError as error:
+                raise InputError(f"{path}: {error}") from error
             for index in range(batch.num_rows):
                 row = {name: rows[index] for name, rows in values.items()}
                 yield SampleRow(make_sample(row, payloads), make_origin(row))
@@ -144,9 +147,18 @@ def _to_arrow(column: Column, rows: Sequence[SampleRow], written_digests: set[st
 
 
 def _from_arrow(column: Column, array: pa.Array) -> Sequence[Any]:
+    """The values of a column. Raises InputError for values of another type, which includes null."""
+    expected = _arrow_type(column)
+    if array.type != expected and column.kind != "structs":
+        try:
+            array = array.cast(expected)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise InputError(f"{column.name}: got {array.type}, expected {expected}: {error}") from error
     if column.kind not in ARRAY_TYPES:
         values: list[Any] = array.to_pylist()
         return values
+    if array.null_count or (column.kind != "float32s" and array.values.null_count):
+        raise InputError(f"{column.name}: got null, expected {expected}")
     offsets = array.offsets.to_numpy()
     flat = array.values.to_numpy(zero_copy_only=False).astype(ARRAY_TYPES[column.kind])
     return [flat[start:end] for start, end in pairwise(offsets)]

@@ -161,7 +161,13 @@ class SampleStream:
             return report
         limit = self.policy.max_tokens
         nodes = self.tree.nodes
-        trained = {node for node in self.counts if limit is None or nodes[node].sampled_start < limit}
+        # An empty answer trains nothing, so no sample has its reward.
+        trained = {
+            node
+            for node in self.counts
+            if nodes[node].sampled_start < nodes[node].end
+            and (limit is None or nodes[node].sampled_start < limit)
+        }
         path_nodes = nodes_above(self.leaves) if self._sample_count else set()
         agents = {nodes[node].agent or "" for node in trained}
         return replace(

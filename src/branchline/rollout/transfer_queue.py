@@ -116,7 +116,7 @@ def make_rows(result: SessionResult, global_steps: int = 0) -> list[QueueRow]:
 
 
 def _check_session(result: SessionResult) -> None:
-    uid = result.job.task.uid
+    uid = result.job.task.group
     if "_" in uid:
         raise SessionRefusedError(
             result.session, "uid", f"uid: got {uid!r}, expected no underscore: verl splits keys at it"
@@ -155,7 +155,7 @@ def _task_columns(result: SessionResult) -> dict[str, Any]:
     source, raw_prompt = _raw_prompt(result, row)
     columns: dict[str, Any] = {}
     for name, value in row.items():
-        if name == source or (name == "uid" and str(value) == task.uid):
+        if name == source or (name == "uid" and str(value) == task.group):
             continue
         if name in RESERVED_FIELDS:
             if COLUMN_PREFIX + name in row:

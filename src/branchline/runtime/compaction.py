@@ -21,7 +21,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 import xxhash
@@ -118,7 +118,7 @@ class DropLeastImportant:
     """Replaces the messages with the lowest scores by stubs."""
 
     score: Callable[[Sequence[Message], int], float] = score_by_overlap
-    """The importance of the message at a position, a finite number."""
+    """The importance of the message at a position: a finite number, numpy's and torch's included."""
     keep_last: int = DEFAULT_KEPT_MESSAGES
 
     def __post_init__(self) -> None:
@@ -128,9 +128,11 @@ class DropLeastImportant:
 
     def plan(self, messages: Sequence[Message], tokens: Sequence[int], excess: int) -> Compaction | None:
         positions = _droppable(messages, self.keep_last)
-        scores = {position: self.score(messages, position) for position in positions}
-        for position, score in scores.items():
-            check_number(f"score of message {position}", score)
+        scores: dict[int, float] = {}
+        for position in positions:
+            score: Any = self.score(messages, position)
+            scores[position] = score.item() if hasattr(score, "item") else score
+            check_number(f"score of message {position}", scores[position])
         ordered = sorted(positions, key=lambda position: (scores[position], position))
         return _drop_until(messages, ordered, tokens, excess)
 
@@ -254,7 +256,7 @@ def plan_edit(
         compaction.check(view.messages)
     except InputError as error:
         raise CompactionError(type(policy).__name__, str(error)) from error
-    except Exception as error:
+    except BaseException as error:  # it runs in a thread, where nothing but the policy can exit or cancel
         # The name and the text, also of an error whose text cannot be read.
         problem = traceback.format_exception_only(error)[-1].strip()
         raise CompactionError(type(policy).__name__, problem) from error

@@ -52,6 +52,8 @@ FAILING: dict[str, tuple[Any, str]] = {
     "raises": (raising(ValueError("no index")), "ValueError: no index"),
     "raises without a text": (raising(UnreadableError()), "UnreadableError"),
     "raises an InputError": (raising(RecursionError("deep")), "RecursionError: deep"),
+    "exits": (raising(SystemExit(1)), "SystemExit: 1"),
+    "cancels": (raising(asyncio.CancelledError()), "CancelledError"),
     "no plan": (Policy(lambda: [2, 3]), "plan: got [2, 3], expected a Compaction or None"),
     "false": (Policy(lambda: False), "plan: got False, expected a Compaction or None"),
     "empty": (Policy(lambda: Compaction(())), "positions: got (), expected distinct positions in order"),
