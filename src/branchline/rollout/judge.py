@@ -34,7 +34,7 @@ from branchline.export.trajectory import Trajectory
 from branchline.loop.registry import is_async_callable
 from branchline.loop.timeouts import describe_error, run_in_thread, with_timeout
 from branchline.rollout.judge_prompt import DEFAULT_RUBRIC, describe_group, instructions, trajectory_digest
-from branchline.rollout.judge_scores import Judgement, read_score, read_scores
+from branchline.rollout.judge_scores import Judgement, read_judgement, read_scores
 
 log = logging.getLogger("branchline.rollout")
 
@@ -219,10 +219,10 @@ def _check_scores(scores: object, count: int) -> list[Judgement]:
 
 def _check_score(score: object) -> Judgement:
     if isinstance(score, Judgement):
-        return score if score.score is None and score.problem else read_score([score.score])
+        return score if score.score is None and score.problem else read_judgement([score.score])
     if isinstance(score, np.generic):
         score = score.item()
-    return read_score([float(score) if isinstance(score, bool) else score])
+    return read_judgement([float(score) if isinstance(score, bool) else score])
 
 
 def _pose_question(task: object, trajectories: Sequence[Trajectory]) -> tuple[list[str], int, str]:

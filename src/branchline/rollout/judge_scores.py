@@ -72,7 +72,7 @@ def read_scores(answer: object, count: int) -> tuple[list[Judgement], str]:
         if wrong:
             incomplete = wrong
             continue
-        by_id = {name: read_score(scores) for name, scores in entries}
+        by_id = {name: read_judgement(scores) for name, scores in entries}
         judgements = [by_id[name] for name in known]
         if found is not None and found != judgements:
             return _no_scores(f"got two different answers for all trajectories, {_EXPECTED}", count)
@@ -82,7 +82,7 @@ def read_scores(answer: object, count: int) -> tuple[list[Judgement], str]:
     return found, ""
 
 
-def read_score(scores: Sequence[Any]) -> Judgement:
+def read_judgement(scores: Sequence[Any]) -> Judgement:
     """Returns the only score of a trajectory if it is a number from 0 to 1, else what is wrong with it."""
     if len(scores) != 1:
         return Judgement(None, f"score: got {len(scores)} values, expected one")
