@@ -331,3 +331,34 @@ def test_rewards_with_agents_and_extras_survive_files(tmp_path: Path) -> None:
                 other.rewards,
                 other.reward_extras,
             )
+
+
+def test_rewards_of_calls_are_in_the_scale_of_their_agent() -> None:
+    group = TrajectoryGroup(
+        [
+            Trajectory.from_tree(
+                two_agents(),
+                rewards=[
+                    {"score": score, "agent": "solver"},
+                    {"score": 4 * score},
+                    {"score": 0.5, "call": "call-0"},
+                    {"score": 0.5, "call": "call-1"},
+                ],
+            )
+            for score in (0.0, 1.0)
+        ]
+    )
+    statistics = group_statistics(group, group_std="population")
+    for trajectory, sign in zip(group, (-1, 1), strict=True):
+        solver, critic = token_advantages(trajectory, statistics, CreditPolicy("discounted"))
+        assert float(solver[0]) == pytest.approx(sign + 0.5 / 0.5, abs=1e-3)
+        assert float(critic[0]) == pytest.approx(sign + 0.5 / 2, abs=1e-3)
+
+
+def test_the_reward_of_an_agent_whose_answers_no_sample_trains_is_counted() -> None:
+    tree = two_agents()
+    rewards = [{"score": 1, "agent": "solver"}, {"score": 1, "agent": "critic"}]
+    assert export_samples(tree, rewards=rewards).report.unassigned_rewards == 0
+    export = export_samples(tree, ExportPolicy(max_samples=1), rewards=rewards)
+    assert [sample.agent for sample in export.samples] in (["solver"], ["critic"])
+    assert export.report.unassigned_rewards == 1
