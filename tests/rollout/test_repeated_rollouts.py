@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from branchline import read_jsonl, read_parquet
 from branchline.core.errors import InputError, SessionError
 from branchline.rollout import transfer_queue
+from branchline.rollout.gateway_pool import GatewayPool
 from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.run_folder import RunFolder
 from branchline.rollout.session_gateway import session_options
@@ -94,6 +95,32 @@ def test_a_folder_that_is_opened_again_takes_a_further_epoch(tmp_path: Path) -> 
     run(test)
 
 
+def test_two_sinks_on_one_folder_replace_no_file_of_each_other(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with scripted_gateway() as gateway:
+            sinks = [ParquetSink(tmp_path) for _ in range(2)]
+            for sink in sinks:
+                await Rollout(gateway, ask_once, sinks=[sink]).run(TASKS)
+        rows = [row.session for file in tmp_path.glob("*.parquet") for row in read_parquet(file)]
+        assert len(set(rows)) == len(rows) == 4
+
+    run(test)
+
+
+def test_a_run_id_that_a_pool_has_is_refused() -> None:
+    async def test() -> None:
+        async with scripted_gateway() as one, scripted_gateway() as other:
+            for gateway in (one, other):
+                await gateway.session(id="step1-a-0")
+                async with GatewayPool([gateway.url], gateway.admin_key) as pool:
+                    with pytest.raises(
+                        InputError, match="of which the gateway has session step1-a-0 already"
+                    ):
+                        await Rollout(pool, ask_once, run_id="step1").run(TASKS)
+
+    run(test)
+
+
 def test_stop_after_counts_the_tasks_of_each_epoch() -> None:
     async def test() -> None:
         async with scripted_gateway() as gateway:
@@ -122,11 +149,15 @@ def test_a_run_id_that_a_sink_has_is_refused_before_anything_runs(tmp_path: Path
                 await Rollout(gateway, agent, sinks=[MemorySink(), sink], run_id="step1").run(TASKS)
             assert len(runs) == 2
             # Another sink knows nothing, but the journal does.
-            with pytest.raises(SessionError, match=r"session step1-.-0 exists already"):
+            with pytest.raises(InputError, match="of which the gateway has session step1-a-0 already"):
                 await Rollout(gateway, agent, run_id="step1").run(TASKS)
             assert len(runs) == 2
+            # Other tasks come first.
+            with pytest.raises(SessionError, match="session step1-b-0 exists already"):
+                await Rollout(gateway, agent, run_id="step1").run([{"id": "c", "prompt": "x"}, *TASKS[1:]])
+            assert runs.count("step1-b-0") == 1
             await Rollout(gateway, agent, sinks=[sink], run_id="step2").run(TASKS)
-        assert sorted(runs) == ["step1-a-0", "step1-b-0", "step2-a-0", "step2-b-0"]
+        assert {*runs} - {"step1-c-0"} == {"step1-a-0", "step1-b-0", "step2-a-0", "step2-b-0"}
         assert len(sink.results) == 4
 
     run(test)

@@ -200,3 +200,29 @@ def test_a_function_that_cannot_be_loaded_is_an_error(path: str, problem: str) -
 def test_a_function_with_other_parameters_is_refused() -> None:
     with pytest.raises(InputError, match=r"expected a function of \(task, session\)"):
         make_runner(lambda task: None)  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize(("status", "cause"), [("500 Broken", "runner_error"), (None, "connection")])
+def test_a_service_that_refuses_is_an_error_and_one_that_is_not_there_is_a_connection(
+    status: str | None, cause: str
+) -> None:
+    async def test() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n".encode())
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        if status is None:
+            server.close()
+            await server.wait_closed()
+        sink = MemorySink()
+        async with scripted_gateway() as gateway:
+            await Rollout(gateway, RemoteRunner(f"http://{host}:{port}/run"), sinks=[sink]).run([{}])
+        server.close()
+        await server.wait_closed()
+        assert [result.end.cause for result in sink.results] == [cause]
+
+    run(test)

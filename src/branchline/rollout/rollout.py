@@ -176,11 +176,12 @@ class Rollout:
         """Runs all tasks (see `read_tasks`) and returns the figures of their sessions.
 
         Raises InputError, before anything runs, for a task that names an unknown agent and, unless it is
-        resumed, for a session that a sink has already. Raises SinkError if a sink fails; running sessions are
-        then aborted. Failures of sessions are in the figures.
+        resumed, for a `run_id` that a sink or the gateway has already. Raises SinkError if a sink fails;
+        running sessions are then aborted. Failures of sessions are in the figures.
         """
         run_id = new_run_id() if self._run_id is None else self._run_id
         self._groups = self._plan([replace(task, run=run_id) for task in read_tasks(tasks)])
+        await self._check_new()
         self._finished_tasks = 0
         by_runner: dict[str, list[_TaskSessions]] = {}
         for group in self._groups:
@@ -207,21 +208,31 @@ class Rollout:
                 raise InputError(f"tasks[{index}].{error}") from error
             task.copy()  # It is refused now if that is impossible.
             groups.append(_TaskSessions(task, runner, size))
-            if not self._resume:
-                self._check_new(task, size)
         for name in self.config.runner_concurrency:
             if name not in self._runners and name not in {task.agent_name for task in tasks}:
                 raise InputError(f"runner_concurrency: got {name!r}, expected one of {sorted(self._runners)}")
         return groups
 
-    def _check_new(self, task: RolloutTask, size: int) -> None:
-        for session in [SessionJob(task, slot).session_id for slot in range(size)]:
-            for sink in self._sinks:
-                if sink.contains(session):
-                    raise InputError(
-                        f"run_id: got {task.run!r}, of which {type(sink).__name__} has session {session} "
-                        "already, expected another one, or resume=True"
-                    )
+    async def _check_new(self) -> None:
+        """Raises InputError if a run was begun before under the same id, and is not resumed."""
+        if self._resume or self._run_id is None:
+            return
+        jobs = [SessionJob(group.task, slot) for group in self._groups for slot in range(group.open_slots)]
+        found = [
+            (session, type(sink).__name__)
+            for session in [job.session_id for job in jobs]
+            for sink in self._sinks
+            if sink.contains(session)
+        ]
+        # A run opens its first session first.
+        first = jobs[0].session_id
+        if not found and await self._gateway.find_state(first) is not None:
+            found = [(first, "the gateway")]
+        for session, where in found:
+            raise InputError(
+                f"run_id: got {self._run_id!r}, of which {where} has session {session} already, expected "
+                "another one, or resume=True"
+            )
 
     async def _dispatch(self, running: asyncio.TaskGroup, name: str, groups: Sequence[_TaskSessions]) -> None:
         """Starts the sessions of one runner in order, each when the runner and the rollout have a place."""

@@ -145,7 +145,7 @@ class RemoteRunner:
             await client.close()
         if status // 100 != 2:
             text = content[:200].decode(errors="replace")
-            raise RunnerError(EndCause.CONNECTION, f"{self.url}: got status {status}, expected 2xx: {text}")
+            raise RunnerError(EndCause.RUNNER_ERROR, f"{self.url}: got status {status}, expected 2xx: {text}")
         await session.wait()
 
 

@@ -201,7 +201,9 @@ class ParquetSink:
 
     async def _flush(self) -> None:
         sessions, rows = list(self._buffer), [row for rows in self._buffer.values() for row in rows]
-        path = self._folder / f"part-{self._next_part:05}.parquet"
+        # Another sink may have written to the folder since this one was opened.
+        while (path := self._folder / f"part-{self._next_part:05}.parquet").exists():
+            self._next_part += 1
         await finish_despite_cancel(asyncio.to_thread(self._write_parquet, rows, path))
         self._next_part += 1
         self._sessions.update(sessions)
