@@ -491,6 +491,14 @@ def test_invalid_settings_are_refused_with_their_names() -> None:
         small_config(group_size=1)
     with pytest.raises(InputError, match=r"sampling\.temperature"):
         TrainerConfig(sampling={"temperature": 0.5})
+    with pytest.raises(InputError, match="group_std: got False, expected one of sample, population, none"):
+        small_config(group_std=False)
+    with pytest.raises(
+        InputError, match="normaliser: got 'mean', expected one of token, trajectory, episode"
+    ):
+        small_config(normaliser="mean")
+    with pytest.raises(InputError, match="layout: got 'packed', expected one of auto, tree, rows"):
+        small_config(update={"layout": "packed"})
     with pytest.raises(InputError, match="max_staleness: got 1, expected 0 for a deterministic run"):
         small_config(deterministic=True, max_staleness=1)
     with pytest.raises(InputError, match="passes: got 0"):

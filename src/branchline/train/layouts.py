@@ -29,6 +29,7 @@ LayoutOption = Literal["auto", "tree", "rows"]
 """`auto`: trees if the model can follow them. `tree`: a model that cannot is refused."""
 
 FLEX = "flex_attention"
+_RECOMPILE_LIMIT = 64
 _MAX_WINDOW = 1024
 """The comparison reaches beyond sliding windows up to this many tokens."""
 _PROMPT = 4
@@ -60,6 +61,7 @@ def prepare_model(model: Any, option: LayoutOption) -> Layout:
         log.warning("FlexAttention is not used: %s; a dense mask is slower and needs more memory", reason)
     if attention != before:
         model.set_attn_implementation(attention)
+        _raise_recompile_limit()
     problem = find_problem(model)
     if problem and attention != before:
         log.warning("FlexAttention is not used: %s; a dense mask is slower and needs more memory", problem)
@@ -71,6 +73,13 @@ def prepare_model(model: Any, option: LayoutOption) -> Layout:
         raise InputError(f"layout: got 'tree', expected 'rows' or 'auto': {problem}")
     log.warning("the model is trained row by row, which is slower than packed trees: %s", problem)
     return "rows"
+
+
+def _raise_recompile_limit() -> None:
+    """Beyond the limit FlexAttention would run unfused, and out of memory. Kinds of layers and lengths need
+    some kernels each."""
+    compiler: Any = torch._dynamo.config  # Imported here: it takes seconds, and a CPU does without.
+    compiler.recompile_limit = max(compiler.recompile_limit, _RECOMPILE_LIMIT)
 
 
 def choose_attention(model: Any, device_type: str | None = None) -> tuple[str, str]:

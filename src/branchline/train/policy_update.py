@@ -54,6 +54,10 @@ class UpdateConfig:
         for name, least in (("learning_rate", 0.0), ("weight_decay", 0.0)):
             if not getattr(self, name) >= least:
                 raise InputError(f"{name}: got {getattr(self, name):g}, expected {least:g} or more")
+        if self.layout not in get_args(LayoutOption):
+            raise InputError(
+                f"layout: got {self.layout!r}, expected one of {', '.join(get_args(LayoutOption))}"
+            )
         if self.schedule not in get_args(Schedule):
             raise InputError(f"schedule: got {self.schedule!r}, expected {' or '.join(get_args(Schedule))}")
         for name in ("passes", "max_batch_tokens"):

@@ -29,7 +29,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -125,6 +125,9 @@ class TrainerConfig:
                             ("constant_length", 1)):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < least:
                 raise InputError(f"{name}: got {value}, expected {least} or more")
+        for name, names in (("normaliser", get_args(Normaliser)), ("group_std", get_args(GroupStd))):
+            if (choice := getattr(self, name)) not in names:
+                raise InputError(f"{name}: got {choice!r}, expected one of {', '.join(names)}")
         if (self.normaliser == "constant") != (self.constant_length is not None):
             raise InputError(
                 f"constant_length: got {self.constant_length} for the normaliser {self.normaliser!r}, "
