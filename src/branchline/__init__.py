@@ -64,6 +64,7 @@ if typing.TYPE_CHECKING:
     from branchline.runtime.compaction import Compaction, DropLeastImportant, DropOldest, Summarize
     from branchline.runtime.session_snapshot import SessionSnapshot
     from branchline.timelines.causes import classify_forks
+    from branchline.timelines.links import MergePolicy
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
     from branchline.timelines.timeline import Timeline, timelines_of
@@ -133,6 +134,7 @@ _MODULE_OF = {
     "ExportPolicy": "export.samples",
     "Sample": "core.sample",
     "SampleStream": "export.samples",
+    "MergePolicy": "timelines.links",
     "classify_forks": "timelines.causes",
     "export_samples": "export.samples",
     "merge": "timelines.merge",
@@ -203,6 +205,7 @@ __all__ = [
     "LoopOutput",
     "LoopRunner",
     "MemorySink",
+    "MergePolicy",
     "Message",
     "ParquetSink",
     "RayCluster",

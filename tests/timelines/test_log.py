@@ -95,6 +95,36 @@ def test_ids_and_logprobs_may_be_missing(tmp_path: Path) -> None:
         ),
         (log_line(response__choices__0__logprobs={"content": [{}]}), "expected entries with a logprob"),
         (log_line(agent=7), "agent: got 7, expected a string"),
+        (log_line(response__id=[1]), "response.id: got [1], expected a string"),
+        (log_line(response__model=True), "response.model: got True, expected a string"),
+        (log_line(request__model=3), "request.model: got 3, expected a string"),
+        (log_line(response__choices__0__token_ids=[True, 4]), "got [True, 4], expected a list of token ids"),
+        (log_line(response__choices__0__token_ids=[3.0, 4.0]), "expected a list of token ids (integers)"),
+        (log_line(response__choices__0__token_ids="3 4"), "got '3 4', expected a list of token ids"),
+        (
+            log_line(response__prompt_token_ids=[]),
+            "prompt_token_ids: got [], expected the ids of the messages",
+        ),
+        (
+            log_line(response__choices__0__token_ids=[], response__choices__0__logprobs=None),
+            "response.choices[0].token_ids: got [], expected the ids of its text, or null",
+        ),
+        (log_line(response__choices__0__finish_reason=3), "finish_reason: got 3, expected a string or null"),
+        (log_line(response__choices__0__prompt_token_ids=[7]), "got [7], expected those of response"),
+        *(
+            (
+                log_line(response__choices__0__logprobs={"content": [{"logprob": value}, {"logprob": -1}]}),
+                f"content[0].logprob: got {value!r}, expected a finite number up to 0, or null",
+            )
+            for value in ("-1.0", True, 0.9, -1e39, [-1])
+        ),
+        (
+            json.dumps(log_line(response__choices__0__logprobs={"content": [{"logprob": float("nan")}]})),
+            "expected one JSON object a line",
+        ),
+        ("[" * 16_000, "expected one JSON object a line"),
+        (json.dumps(log_line()) * 2, "expected one JSON object a line"),
+        (json.dumps(log_line())[:50], "expected one JSON object a line"),
     ],
 )
 def test_an_invalid_line_is_reported_with_file_line_and_expectation(
@@ -139,3 +169,40 @@ def test_ids_written_as_tokens_of_logprobs_are_read() -> None:
 def test_tokens_of_logprobs_that_cannot_be_read_are_refused(content: object) -> None:
     with pytest.raises(MessageError, match=r"choice.logprobs.content"):
         read_choice(choice_with_tokens(content), "choice")
+
+
+def test_a_missing_number_that_is_not_json_is_named(tmp_path: Path) -> None:
+    raw = log_line(response__choices__0__logprobs={"content": [{"logprob": float("nan")}, {"logprob": -1}]})
+    with pytest.raises(LogError, match="got NaN, expected a number or null"):
+        read_log(write_log(tmp_path, json.dumps(raw)))
+
+
+def test_the_model_is_the_one_that_answered_else_the_one_that_was_asked(tmp_path: Path) -> None:
+    lines = [
+        log_line(request__model="asked", response__model="served"),
+        log_line(request__model="asked"),
+        log_line(),
+    ]
+    assert [call.model for call in read_log(write_log(tmp_path, *lines))] == ["served", "asked", ""]
+
+
+def test_prompt_ids_may_be_on_the_choices(tmp_path: Path) -> None:
+    line = log_line(response__prompt_token_ids=None, response__choices__0__prompt_token_ids=[7, 8])
+    (call,) = read_log(write_log(tmp_path, line))
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == [7, 8]
+
+
+def test_half_a_character_is_replaced_wherever_it_is(tmp_path: Path) -> None:
+    half = "\ud83d"
+    line = log_line(
+        session=half, agent=half, response__id=half, response__model=half, request__messages__0__content=half
+    )
+    reader = LogReader(write_log(tmp_path, line))
+    (call,) = reader
+    assert {call.session, call.agent, call.id, call.model, call.request.messages[0].content} == {"\ufffd"}
+    path = tmp_path / "bytes.jsonl"
+    path.write_bytes(json.dumps(log_line(session="#")).encode().replace(b"#", b"\xf0\x9f\x98") + b"\n")
+    reader = LogReader(path)
+    (call,) = reader
+    assert (call.session, reader.replaced_text) == ("\ufffd", [1])

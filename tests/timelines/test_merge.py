@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from branchline import ExportPolicy, Message, Request, export_samples, merge, timelines_of
+from branchline.core.errors import InputError
 from branchline.core.token_arrays import as_ids
 from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall, LoggedOutput, with_encoded_ids
@@ -34,6 +35,14 @@ def logged(
 
 def timeline_rows(tree: Tree) -> list[tuple[list[int], list[int], bool]]:
     return sorted((line.ids.tolist(), line.mask.tolist(), line.exact) for line in timelines_of(tree))
+
+
+@pytest.mark.parametrize("name", ["repair", "ignore_tools", "inexact"])
+def test_comparing_ids_alone_leaves_nothing_to_allow(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: got True, expected False with compare='token'"):
+        MergePolicy(compare="token", **{name: True})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="compare: got 'texts', expected text or token"):
+        MergePolicy(compare="texts")  # type: ignore[arg-type]
 
 
 def test_a_prompt_with_ids_after_a_call_without_ids_stays_exact() -> None:

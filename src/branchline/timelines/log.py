@@ -172,6 +172,9 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
         read_choice(choice, f"response.choices[{index}]", response.get("id"))
         for index, choice in enumerate(choices)
     )
+    for index, output in enumerate(outputs):
+        if output.ids is not None and not len(output.ids) and not output.message.is_empty:
+            raise MessageError(f"response.choices[{index}].token_ids", [], "the ids of its text, or null")
     model = _read_name(response, "model", "response.") or _read_name(raw["request"], "model", "request.")
     return LoggedCall(
         request,
@@ -179,7 +182,7 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
         _read_prompt_ids(response),
         session=_read_name(raw, "session", ""),
         line=line,
-        id=replace_surrogates(str(response.get("id") or "")),
+        id=_read_name(response, "id", "response."),
         model=model,
     )
 
@@ -194,6 +197,8 @@ def _read_prompt_ids(response: Mapping[str, Any]) -> Ids | None:
         if found is not None and on_choice != found:
             raise MessageError(f"response.choices[{index}].prompt_token_ids", on_choice, f"those of {path}")
         path, found = (path, found) if found is not None else (f"response.choices[{index}]", on_choice)
+    if found == []:
+        raise MessageError(path, found, "the ids of the messages, or null")
     return read_token_ids(found, path)
 
 

@@ -42,7 +42,7 @@ def join_stream(raw: Sequence[object] | str) -> dict[str, Any]:
         if "choices" not in chunk and "usage" not in chunk:
             raise MessageError(path, chunk, "a chunk of a chat completion (an object with choices)")
         for name in ("id", "model", "prompt_token_ids", "usage"):
-            if chunk.get(name):
+            if chunk.get(name) not in (None, ""):
                 response.setdefault(name, chunk[name])
         if chunk.get("usage"):
             response["usage"] = chunk["usage"]
