@@ -258,6 +258,19 @@ def test_a_transcript_to_be_named_is_a_side_call_and_no_compaction(session: Sess
     assert main_text(session) == ANSWER
 
 
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+@pytest.mark.parametrize("thought", ["I look at the first file now.", "A"])
+def test_a_conversation_that_is_one_growing_text_is_the_main_history(
+    session: Session, system: list[Message], thought: str
+) -> None:
+    text = TASK.content
+    for step in range(4):
+        reply = commit_reply(session, [*system, Message("user", text)], f"{thought} {step}")
+        text += f"\n{reply.content}\nObservation: file {step}"
+    assert Cause.SIDE_CALL not in fork_causes(session)
+    assert main_text(session) == f"{thought} 3"
+
+
 def test_a_session_of_side_calls_has_the_first_as_its_main_history(session: Session) -> None:
     commit_reply(session, [Message("system", "You write titles."), TASK], "Files")
     assert main_text(session) == "Files"

@@ -142,7 +142,7 @@ class Branches:
         tasks, index = self._first_tasks
         own = self._first_user_text(call)
         return any(
-            text != own and (text, call.agent) in tasks
+            not own.startswith(text) and (text, call.agent) in tasks
             for message in self._call_messages(call)
             for text in map(_to_text, index.find(text_bytes(message.content)))
         )

@@ -228,7 +228,15 @@ class ForkSignals(Branches):
             for message in self.prompt_messages_below(branch)
         ):
             return False
-        return not self._is_compacted(branch)
+        return not self._goes_on_as_text(branch, task) and not self._is_compacted(branch)
+
+    def _goes_on_as_text(self, branch: Node, task: str) -> bool:
+        """Whether a branch is the main conversation as one text that grows with every call (ReAct): its
+        system prompt is the main one, and its first user text begins with the task."""
+        main_prompt = self._tree.nodes[self.main_call.prompt_node]
+        if not self.have_one_system_prompt(main_prompt, branch):
+            return False
+        return self._first_user_text(self.first_call(branch)).startswith(task)
 
     def _is_compacted(self, branch: Node) -> bool:
         """Whether a branch that quotes the task also quotes a summary under the same system prompt: an output
