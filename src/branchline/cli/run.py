@@ -119,8 +119,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="CAUSE=N",
-        help="run a session again that ended for a cause: timeout, connection, exit_code, runner_error, "
-        "reward_error, stale, …; repeatable",
+        help="run a session again that ended for a cause: timeout, connection, no_calls, exit_code, "
+        "runner_error, reward_error, stale, …; repeatable",
     )
     group.add_argument(
         "--oversample",

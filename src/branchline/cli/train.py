@@ -70,7 +70,9 @@ def add_train(commands: Any) -> None:
         help="a folder or a Hugging Face name (default: the demo's small model)",
     )
     group.add_argument("--run-folder", type=Path, metavar="DIR", help="(default: runs/train-TIME)")
-    group.add_argument("--resume", action="store_true", help="continue the run in --run-folder")
+    group.add_argument(
+        "--resume", action="store_true", help="continue the run in --run-folder, as what it was"
+    )
     group.add_argument(
         "--n",
         type=int,
