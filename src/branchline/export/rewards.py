@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from branchline.core.call import Call
 from branchline.core.errors import MessageError
 from branchline.core.reward import PART_KEYS, Reward, read_recorded_reward
 from branchline.core.sample import RewardSpan
@@ -147,35 +149,23 @@ def sample_extras(session: Mapping[str, Any], spans: Sequence[RewardSpan]) -> st
 def check_reward_parts(tree: Tree, rewards: Sequence[Reward]) -> None:
     """Raises MessageError, which names what there is, if a reward is for a part that the tree does not
     have."""
-    fork_report: ForkReport | None = None
+    parts = _TreeParts(tree)
     for reward in rewards:
-        if "turn" in reward and fork_report is None:
-            fork_report = classify_forks(tree) if tree.calls else ForkReport()
-        _check_part(tree, reward, fork_report or ForkReport())
-
-
-def _check_part(tree: Tree, reward: Reward, fork_report: ForkReport) -> None:
-    if "agent" in reward:
-        agents = list(dict.fromkeys(call.agent for call in tree.calls if call.agent))
-        if reward["agent"] not in agents:
-            raise MessageError("agent", reward["agent"], f"an agent of this session: {_list_names(agents)}")
-    if "call" in reward and tree.find_call(reward["call"]) is None:
-        calls = [call.id for call in tree.calls]
-        raise MessageError("call", reward["call"], f"the id of a call of this session: {_list_names(calls)}")
-    if "timeline" in reward and not reward["timeline"] < len(tree.nodes):
-        leaves = [leaf.id for leaf in tree.leaves()]
-        expected = f"the id of a timeline of this session: {_list_names(leaves)}"
-        raise MessageError("timeline", reward["timeline"], expected)
-    if "turn" in reward:
-        answers = _answers(tree, _conversation_leaf(tree, reward, fork_report))
-        if reward["turn"] > len(answers):
+        if "agent" in reward and reward["agent"] not in parts.agents:
+            expected = f"an agent of this session: {_list_names(parts.agents)}"
+            raise MessageError("agent", reward["agent"], expected)
+        if "call" in reward and reward["call"] not in parts.calls:
+            expected = f"the id of a call of this session: {_list_names(list(parts.calls))}"
+            raise MessageError("call", reward["call"], expected)
+        if "timeline" in reward and not reward["timeline"] < len(tree.nodes):
+            leaves = [leaf.id for leaf in tree.leaves()]
+            expected = f"the id of a timeline of this session: {_list_names(leaves)}"
+            raise MessageError("timeline", reward["timeline"], expected)
+        if "turn" in reward and reward["turn"] > (count := len(parts.conversation(reward))):
             whose = f"agent {reward['agent']!r}" if "agent" in reward else "the main conversation"
-            expected = f"the number of an answer, from 1 on: {whose} has {len(answers)}"
+            expected = f"the number of an answer, from 1 on: {whose} has {count}"
             raise MessageError("turn", reward["turn"], expected)
-    if "tool" in reward:
-        nodes = _rewarded_nodes(tree, reward, fork_report)
-        tools = list(dict.fromkeys(call.name for node in nodes for call in node.message.tool_calls))
-        if reward["tool"] not in tools:
+        if "tool" in reward and reward["tool"] not in (tools := parts.tools(reward)):
             where = "that part" if len(reward.keys() & {*PART_KEYS}) > 1 else "this session"
             expected = f"a tool that is called in {where}: {_list_names(tools)}"
             raise MessageError("tool", reward["tool"], expected)
@@ -185,18 +175,6 @@ def _list_names(names: Sequence[object]) -> str:
     """Lists the first names, or says that there are none."""
     shown = ", ".join(map(repr, names[:_MAX_SHOWN]))
     return (shown or "none") + (f" and {len(names) - _MAX_SHOWN} more" if names[_MAX_SHOWN:] else "")
-
-
-def _rewarded_nodes(tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport) -> list[Node]:
-    """Returns the sampled nodes of the part that a reward, for a tool perhaps, is for."""
-    if "call" in reward:
-        return _answers_of_call(tree, str(reward["call"]))
-    if "turn" in reward:
-        answers = _answers(tree, _conversation_leaf(tree, reward, fork_report))
-        turn = reward["turn"]
-        return answers[turn - 1 : turn]
-    sampled = [node for node in tree.nodes if node.is_sampled]
-    return [node for node in sampled if "agent" not in reward or node.agent == reward["agent"]]
 
 
 def assign_rewards(
@@ -210,22 +188,20 @@ def assign_rewards(
             part = tuple(repr(reward.get(key)) for key in (*PART_KEYS, "id"))
             latest.pop(part, None)
             latest[part] = reward
-    assigned = AssignedRewards()
+    assigned, parts = AssignedRewards(), _TreeParts(tree, fork_report)
     for one in latest.values():
-        _assign(assigned, tree, one, fork_report)
+        _assign(assigned, parts, one)
     return assigned
 
 
-def _assign(
-    assigned: AssignedRewards, tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport
-) -> None:
+def _assign(assigned: AssignedRewards, parts: _TreeParts, reward: Mapping[str, Any]) -> None:
     turn, tool = reward.get("turn"), str(reward.get("tool") or "")
     part = PartReward(float(reward["score"]), turn, tool, extras=reward.get("extras", {}))
     if "call" in reward or turn is not None:
-        nodes = _rewarded_nodes(tree, reward, fork_report)
-        for node in nodes:
+        answers = parts.answers(reward)
+        for node in answers:
             assigned.by_node.setdefault(node.id, []).append(part)
-        assigned.unresolved += not nodes
+        assigned.unresolved += not answers
     elif "timeline" in reward:
         assigned.by_timeline_node.setdefault(int(reward["timeline"]), []).append(part)
     elif "agent" in reward:
@@ -234,29 +210,75 @@ def _assign(
         assigned.of_tools.append(part)
 
 
-def _answers_of_call(tree: Tree, call_id: str) -> list[Node]:
-    call = tree.find_call(call_id)
-    while call is not None and tree.is_resumed(call):
-        # The answer of a resumed call is in the call that continued it.
-        call = next(other for other in tree.calls if other.resumed_call_index == call.index)
-    return [tree.nodes[node_id] for node_id in call.outputs] if call is not None else []
+class _TreeParts:
+    """The parts of a tree that rewards may be for; each is computed once."""
 
+    def __init__(self, tree: Tree, fork_report: ForkReport | None = None) -> None:
+        self._tree = tree
+        self._given_fork_report = fork_report
+        self._conversations: dict[tuple[object, object], list[Node]] = {}
+        self._tools: dict[tuple[object, ...], list[str]] = {}
 
-def _conversation_leaf(tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport) -> Node | None:
-    """Returns the end of the named timeline, else of the named agent's conversation, else of the main
-    history. Its last answer may be cancelled: the turns before it count."""
-    if "timeline" in reward:
-        return tree.nodes[int(reward["timeline"])]
-    if "agent" in reward:
-        return fork_report.leaf_of(str(reward["agent"]))
-    return fork_report.main_leaf
+    @cached_property
+    def agents(self) -> list[str]:
+        """The names of agents that made a call."""
+        return list(dict.fromkeys(call.agent for call in self._tree.calls if call.agent))
 
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """The latest call with each id."""
+        return {call.id: call for call in self._tree.calls}
 
-def _answers(tree: Tree, leaf: Node | None) -> list[Node]:
-    """Returns the sampled nodes of a conversation's answers. An answer that the conversation repeats as
-    context, after its template has dropped the reasoning, was sampled on another branch."""
-    return [
-        node if node.is_sampled else tree.nodes[node.source_id]
-        for node in (leaf.path() if leaf is not None else ())
-        if node.is_sampled or node.source_id != NO_NODE
-    ]
+    @cached_property
+    def _fork_report(self) -> ForkReport:
+        return self._given_fork_report or classify_forks(self._tree)
+
+    @cached_property
+    def _continued_by(self) -> dict[int, Call]:
+        """By the index of a resumed call, the call that continued it."""
+        return {call.resumed_call_index: call for call in reversed(self._tree.calls)}
+
+    def answers(self, reward: Mapping[str, Any]) -> list[Node]:
+        """Returns the sampled nodes of the part that a reward, for a tool perhaps, is for."""
+        if "call" in reward:
+            call = self.calls.get(str(reward["call"]))
+            while call is not None and self._tree.is_resumed(call):
+                # The answer of a resumed call is in the call that continued it.
+                call = self._continued_by[call.index]
+            return [self._tree.nodes[node_id] for node_id in call.outputs] if call is not None else []
+        if "turn" in reward:
+            return self.conversation(reward)[reward["turn"] - 1 : reward["turn"]]
+        sampled = [node for node in self._tree.nodes if node.is_sampled]
+        return [node for node in sampled if "agent" not in reward or node.agent == reward["agent"]]
+
+    def tools(self, reward: Mapping[str, Any]) -> list[str]:
+        """Returns the names of the tools that the answers of a part call."""
+        key = tuple(reward.get(name) for name in ("call", "turn", "agent"))
+        if key not in self._tools:
+            calls = [call for node in self.answers(reward) for call in node.message.tool_calls]
+            self._tools[key] = list(dict.fromkeys(call.name for call in calls))
+        return self._tools[key]
+
+    def conversation(self, reward: Mapping[str, Any]) -> list[Node]:
+        """Returns the sampled nodes of the conversation whose turns a reward numbers. An answer that the
+        conversation repeats as context, after its template has dropped the reasoning, was sampled on another
+        branch."""
+        key = reward.get("timeline"), reward.get("agent")
+        if key not in self._conversations:
+            leaf = self._conversation_leaf(reward)
+            self._conversations[key] = [
+                node if node.is_sampled else self._tree.nodes[node.source_id]
+                for node in (leaf.path() if leaf is not None else ())
+                if node.is_sampled or node.source_id != NO_NODE
+            ]
+        return self._conversations[key]
+
+    def _conversation_leaf(self, reward: Mapping[str, Any]) -> Node | None:
+        """Returns the end of the named timeline (only in older journals), else of the named agent's
+        conversation, else of the main history. Its last answer may be cancelled: the turns before it
+        count."""
+        if "timeline" in reward:
+            return self._tree.nodes[int(reward["timeline"])]
+        if "agent" in reward:
+            return self._fork_report.leaf_of(str(reward["agent"]))
+        return self._fork_report.main_leaf
