@@ -276,6 +276,27 @@ def test_a_tokenizer_repairs_by_bytes_and_shows_forks_as_text(run_merge: RunMerg
     assert (apart["forks"][0]["before"], apart["forks"][0]["after"]) == ("abb", "abb<e>")
 
 
+def test_the_stop_token_of_a_template_ends_an_answer_that_it_trims(
+    run_merge: RunMerge, tokenizer: Path
+) -> None:
+    a, ab, space, end, q, x = 64, 256, 220, 257, 80, 87
+    lines = [
+        log_line([raw_message("user", "q")], "ab ", [q, end, a], [ab, space, end]),
+        log_line(
+            [raw_message("user", "q"), raw_message("assistant", "ab"), raw_message("user", "x")],
+            "a",
+            [q, end, a, ab, end, x, end, a],
+            [a, end],
+        ),
+    ]
+    apart = run_merge(lines, "--tokenizer", tokenizer)
+    assert apart["kept_apart"] == [{"line": 2, "options": ["--repair"]}]
+    assert len(apart["timelines"]) == 2
+    repaired = run_merge(lines, "--tokenizer", tokenizer, "--repair")
+    assert repaired["repairs"] == [{"line": 2, "method": "stop_token"}]
+    assert (repaired["inexact_tokens"], repaired["delivered_tokens"]) == (2, 5)
+
+
 def test_a_tokenizer_encodes_calls_without_ids_as_inexact(run_merge: RunMerge, tokenizer: Path) -> None:
     lines = [
         log_line([raw_message("user", "u")], "ab"),

@@ -20,7 +20,7 @@ from branchline import ExportPolicy, export_samples, merge
 from branchline.core.sample import Sample
 from branchline.timelines.alignment import Permission
 from branchline.timelines.links import MergePolicy
-from branchline.timelines.log import LoggedCall
+from branchline.timelines.log import LoggedCall, LoggedOutput
 from branchline.timelines.merge import MergeResult
 from branchline.tree.match import match_echo
 from tests.timelines.foreign_logs import STOP, TOKEN_BYTES, LogWriter
@@ -236,4 +236,35 @@ def test_a_call_that_was_logged_twice_is_trained_once(calls: list[LoggedCall]) -
     copies = [replace(call, line=call.line + len(calls)) for call in calls]
     assert Counter(map(_row, export([*calls, *copies], MergePolicy()))) == Counter(
         map(_row, export(calls, MergePolicy()))
+    )
+
+
+@many
+@given(logs)
+@pytest.mark.parametrize("by_text", [False, True])
+def test_of_equal_answers_to_equal_prompts_one_is_kept(by_text: bool, calls: list[LoggedCall]) -> None:
+    merged = merge(calls, MergePolicy(deduplicate=True, inexact=by_text))
+    left_out = set(merged.duplicates)
+
+    def identity(call: LoggedCall, output: LoggedOutput) -> tuple[object, ...]:
+        text = (output.message.key, output.message.content, output.message.reasoning_content)
+        request = call.request
+        found = (call.agent, call.model, request.message_keys, request.prompt_config_digest, text)
+        if by_text:
+            return found
+        ids = [None if one is None else one.tobytes() for one in (call.prompt_ids, output.ids)]
+        return (*found, *ids)
+
+    kept: set[object] = set()
+    lost: set[object] = set()
+    for index, call in enumerate(merged.calls):
+        for choice, output in enumerate(call.outputs):
+            (lost if (index, choice) in left_out else kept).add(identity(call, output))
+    assert lost <= kept
+    sampled = sum(node.end - node.sampled_start for node in merged.tree.nodes if node.is_sampled)
+    assert sampled == sum(
+        len(output.ids)
+        for index, call in enumerate(merged.calls)
+        for choice, output in enumerate(call.outputs)
+        if output.ids is not None and (index, choice) not in left_out
     )

@@ -87,11 +87,8 @@ class CallLogFile:
     replaced_text: list[int]
     """Lines with bytes that are not UTF-8."""
     tokenizer: TokenizerDir | None
-
-    @cached_property
-    def codec(self) -> GenericCodec | None:
-        """The codec of the tokenizer, if it has a chat template that can be used."""
-        return _template_codec(self.tokenizer)
+    codec: GenericCodec | None
+    """The codec of the tokenizer, if it has a chat template that can be used."""
 
     @property
     def calls(self) -> int:
@@ -170,7 +167,8 @@ def load_call_log(
     """Reads and merges the log `options.calls`; raises InputError if it has no calls. `select` returns the
     calls with what is known about their training."""
     tokenizer = TokenizerDir.open(options.tokenizer) if options.tokenizer is not None else None
-    policy = _read_policy(options, tokenizer)
+    codec = _template_codec(tokenizer)
+    policy = _read_policy(options, tokenizer, codec)
     reader = LogReader(
         options.calls,
         skip_bad=True,
@@ -187,18 +185,19 @@ def load_call_log(
         LoggedSession(name, group, merge(group, policy))
         for name, group in group_by_session(select(calls)).items()
     ]
-    return CallLogFile(options.calls, sessions, reader.errors, reader.replaced_text, tokenizer)
+    return CallLogFile(options.calls, sessions, reader.errors, reader.replaced_text, tokenizer, codec)
 
 
-def _read_policy(options: argparse.Namespace, tokenizer: TokenizerDir | None) -> MergePolicy:
+def _read_policy(
+    options: argparse.Namespace, tokenizer: TokenizerDir | None, codec: GenericCodec | None
+) -> MergePolicy:
     stop_ids = frozenset(_read_stop_id(value, tokenizer) for value in options.stop_id)
     if options.repair and not options.inexact and tokenizer is None and not stop_ids:
         raise InputError(
             "--repair: nothing tells where an answer ends in a later prompt; expected --tokenizer or "
             "--stop-id as well"
         )
-    if tokenizer is not None and (options.repair or options.inexact):
-        codec = _template_codec(tokenizer)
+    if tokenizer is not None:
         stop_ids |= tokenizer.stop_ids if codec is None else codec.stop_ids
     return MergePolicy(
         compare=options.compare,
