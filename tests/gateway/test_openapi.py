@@ -67,12 +67,13 @@ def test_every_route_of_the_control_api_is_in_the_document_and_the_other_way_rou
 
 def test_every_route_of_the_model_api_is_in_the_document_and_the_other_way_round() -> None:
     posts = {("POST", endpoint) for endpoint in (*model_api.PROTOCOLS, *model_api.COUNT_PROTOCOLS)}
-    gets = {("GET", endpoint) for endpoint in ("models", "models/{model}", "session")}
+    gets = {("GET", endpoint) for endpoint in ("models", "models/{model}", "session", "responses/{response}")}
     expected = {(method, f"{prefix}/{name}") for prefix in MODEL_PREFIXES for method, name in posts | gets}
     assert {entry for entry in operations(DOCUMENT) if is_model_path(entry[1])} == expected
 
     async def test() -> None:
-        async with agent("x") as a:
+        async with agent("x", "x") as a:
+            await call(a, "POST", "/v1/responses", {"input": "p"}, a.session.api_key)
             for method, path in sorted(expected):
                 response = await call(a, method, path, {}, a.session.api_key)
                 assert "no such path" not in response.text
@@ -179,7 +180,8 @@ def absolute(schema: Any) -> Any:
 async def call(
     a: Agent, method: str, path: str, body: Any = None, key: str = "", **query: Any
 ) -> httpx.Response:
-    names = {"id": a.session.id, "agent": "critic", "model": "m"}
+    responses = [one.id for one in a.session.managed.session.tree.calls if one.id.startswith("resp_")]
+    names = {"id": a.session.id, "agent": "critic", "model": "m", "response": next(iter(responses), "none")}
     url = a.gateway.url + re.sub(r"{(\w+)}", lambda match: names[match[1]], path)
     headers = {"authorization": f"Bearer {key or a.gateway.admin_key}"}
     return await a.http.request(method, url, json=body, headers=headers, params=query)
@@ -215,7 +217,7 @@ def test_the_answer_of_every_operation_fits_its_schema() -> None:
                     await expect(a, "POST", f"{prefix}/{endpoint}", body, key=key)
                     if endpoint in model_api.PROTOCOLS:
                         await expect(a, "POST", f"{prefix}/{endpoint}", {**body, "stream": True}, key=key)
-                for endpoint in ("models", "models/{model}", "session"):
+                for endpoint in ("models", "models/{model}", "session", "responses/{response}"):
                     await expect(a, "GET", f"{prefix}/{endpoint}", key=key)
             session = "/sessions/{id}"
             await expect(a, "POST", f"{session}/reward", {"score": 1.0, "turn": 1, "extras": {"note": "x"}})
@@ -238,7 +240,7 @@ def test_the_answer_of_every_operation_fits_its_schema() -> None:
             await expect(a, "POST", f"{session}/complete", {"reason": "done"})
             for returned in ("samples", "trajectory", "session"):
                 await expect(a, "POST", f"{session}/finalize", {"return": returned, "policy": {"seed": 1}})
-            for path in ("/healthz", "/metrics", "/engines", "/openapi.json"):
+            for path in ("/", "/healthz", "/metrics", "/engines", "/openapi.json"):
                 await expect(a, "GET", path)
             await expect(a, "GET", "/readyz")
             await expect(a, "POST", "/policy/pause")

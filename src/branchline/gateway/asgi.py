@@ -191,6 +191,7 @@ class AsgiRequest:
         self.receive = receive
         self._send = send
         self.method: str = scope["method"]
+        self.query = scope.get("query_string", b"").decode("latin-1")
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }

@@ -31,6 +31,7 @@ from branchline.gateway.config import GatewayConfig
 from branchline.gateway.export_options import read_export_policy
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.openapi import build_document
+from branchline.gateway.other_endpoints import explain_path
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.session_reads import (
@@ -40,7 +41,7 @@ from branchline.gateway.session_reads import (
     run_in_view_thread,
     stream_parts,
 )
-from branchline.gateway.views import sample_parts, session_view, trajectory_view
+from branchline.gateway.views import gateway_index, sample_parts, session_view, trajectory_view
 from branchline.runtime.headers import IDEMPOTENCY_HEADER
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.message_cache import parse_json
@@ -86,6 +87,7 @@ class ControlApi:
     def _routes(self) -> list[Route]:
         admin, session = self._admin_route, self._session_route
         return [
+            Route("/", self._index, methods=["GET"]),
             Route("/healthz", self._health, methods=["GET"]),
             Route("/readyz", self._ready, methods=["GET"]),
             Route("/metrics", self._render_metrics, methods=["GET"]),
@@ -247,6 +249,11 @@ class ControlApi:
 
     # -- the gateway itself --------------------------------------------------------------------------
 
+    async def _index(self, http: HttpRequest) -> Response:
+        """Says what this is; it needs no key, so it says nothing about sessions and engines."""
+        url = self._config.public_url.rstrip("/") or str(http.base_url).rstrip("/")
+        return json_response(gateway_index(url))
+
     async def _health(self, http: HttpRequest) -> Response:
         """Answers if the process is alive; a failure means that it must be restarted."""
         return json_response({"status": "ok", **self._policy_state(), "sessions": len(self._sessions)})
@@ -333,7 +340,7 @@ def _with_error_responses(handler: Handler) -> Handler:
 async def _routing_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    message = f"{http.url.path}: no such path"
+    message = f"{http.url.path}: no such path" + explain_path(http.url.path)
     if error.status_code == 405:
         # The exception's own header has the methods of the first matching route only.
         routes = [route for route in http.app.routes if route.matches(http.scope)[0] != Match.NONE]

@@ -97,6 +97,18 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineState]
 
 
+class GatewayIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """What answers here, and where to go on."""
+
+    name: str
+    version: str
+    description: str
+    documents: dict[str, str]
+    """Paths by what they are."""
+    open_a_session: str
+    """A command that opens one."""
+
+
 class HealthState(msgspec.Struct, frozen=True, kw_only=True):
     """A gateway that answers."""
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import (
@@ -41,12 +41,15 @@ from branchline.gateway.asgi import (
 )
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.image_urls import ImageFetcher
+from branchline.gateway.other_endpoints import WEBSOCKET_ERROR, explain_endpoint
 from branchline.gateway.protocols import chat, messages
 from branchline.gateway.protocols.base import ErrorInfo, ParsedRequest, RequestContext, WireProtocol
 from branchline.gateway.protocols.chat import CHAT
 from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import MESSAGES
 from branchline.gateway.protocols.responses import RESPONSES
+from branchline.gateway.protocols.responses_output import ResponsesStream
+from branchline.gateway.stored_responses import StoredResponses
 from branchline.runtime.call_lifecycle import prepare_call, run_call
 from branchline.runtime.call_record import (
     CallEvent,
@@ -103,7 +106,7 @@ class ModelRoute:
         >>> ModelRoute.parse("/sessions/s1/agents/critic/v1/models")
         ModelRoute(endpoint='models', session_id='s1', agent='critic')
         """
-        before, found, endpoint = path.partition("/v1/")
+        before, found, endpoint = (path + "/" if path.endswith("/v1") else path).partition("/v1/")
         if not found:
             return None
         parts = before.split("/")[1:] if before else []
@@ -124,21 +127,24 @@ class _ModelCall:
     record: CallRecord
     events: AsyncGenerator[CallEvent, None]
 
-    async def respond(self) -> None:
-        """Sends the complete answer."""
+    async def respond(self) -> dict[str, Any] | None:
+        """Sends the complete answer and returns it."""
+        response: dict[str, Any] | None = None
         try:
             async with aclosing(self.events) as events:
                 async for event in events:
                     if isinstance(event, CallResult):
                         codec = self.managed.session.codec
+                        response = self.protocol.build_response(self.parsed, event, codec)
                         # The call counts as delivered when this returns.
-                        await self.http.send_json(self.protocol.build_response(self.parsed, event, codec))
+                        await self.http.send_json(response)
         except asyncio.CancelledError:
             _raise_if_closed(self.managed)
             raise
+        return response
 
-    async def stream(self, keepalive_s: float) -> None:
-        """Sends the answer as it arrives."""
+    async def stream(self, keepalive_s: float) -> dict[str, Any] | None:
+        """Sends the answer as it arrives, and returns the whole if the protocol ends a stream with it."""
         encoder = self.protocol.stream_encoder(self.parsed, self.record.call_id, self.managed.session.codec)
         writer = StreamWriter(self.http, encoder, keepalive_s)
         try:
@@ -160,6 +166,7 @@ class _ModelCall:
             await writer.write_error(info)
         finally:
             writer.keepalive_task.cancel()
+        return encoder.response if isinstance(encoder, ResponsesStream) else None
 
 
 class ModelApi:
@@ -173,20 +180,28 @@ class ModelApi:
         self._config = config
         self._observers = observers
         self._image_fetcher = ImageFetcher(config.image_urls)
+        self._stored_responses = StoredResponses()
         self.in_flight = 0
         """Calls in progress."""
 
     async def handle(self, route: ModelRoute, http: AsgiRequest) -> None:
         """Answers one request; errors are sent in the envelope of its protocol."""
         protocol, count = PROTOCOLS.get(route.endpoint), COUNT_PROTOCOLS.get(route.endpoint)
-        error_body = (protocol or count or CHAT).error_body
+        resource, _, name = route.endpoint.partition("/")
+        error_body = (protocol or count or PROTOCOLS.get(resource) or CHAT).error_body
         try:
-            if protocol is not None and http.method == "POST":
+            if http.method == "GET" and http.headers.get("upgrade", "").lower() == "websocket":
+                await http.send_json(
+                    error_body(WEBSOCKET_ERROR), WEBSOCKET_ERROR.status, WEBSOCKET_ERROR.headers
+                )
+            elif protocol is not None and http.method == "POST":
                 await self._handle_call(protocol, route, http)
             elif count is not None and http.method == "POST":
                 await self._count_tokens(count, route, http)
-            elif route.endpoint.split("/")[0] == "models" and http.method in ("GET", "HEAD"):
+            elif resource == "models" and http.method in ("GET", "HEAD"):
                 await self._list_models(route, http)
+            elif _is_response(route.endpoint) and http.method in ("GET", "HEAD"):
+                await self._read_response(route, http, name)
             elif route.endpoint == "session" and http.method == "GET":
                 await self._show_session(route, http)
             else:
@@ -210,6 +225,19 @@ class ModelApi:
         names = [name] if name else [*engines, "branchline"]
         models = (messages if "anthropic-version" in http.headers else chat).model_list(names)
         await http.send_json(models["data"][0] if name else models)
+
+    async def _read_response(self, route: ModelRoute, http: AsgiRequest, response_id: str) -> None:
+        """A response of the session, as it was answered or as its record has it."""
+        managed = self._access.model_session(route.session_id, bearer_key(http.headers))
+        if "true" in parse_qs(http.query).get("stream", ()):
+            raise MessageError("stream", True, "false: a stored response is sent as a whole")
+        response = self._stored_responses.find(managed, response_id)
+        if response is None:
+            problem = f"response {response_id!r} is not one of this session"
+            info = ErrorInfo(404, problem, "response_id", "not_found")
+            await http.send_json(RESPONSES.error_body(info), info.status)
+        else:
+            await http.send_json(response)
 
     async def _show_session(self, route: ModelRoute, http: AsgiRequest) -> None:
         """Which session the key opens and which calls it has: a client checks it before it resumes one."""
@@ -302,9 +330,11 @@ class ModelApi:
             try:
                 with http.cancelled_on_disconnect(managed.call_tasks):
                     if call_request.stream:
-                        await call.stream(self._config.keepalive_s)
+                        response = await call.stream(self._config.keepalive_s)
                     else:
-                        await call.respond()
+                        response = await call.respond()
+                if protocol is RESPONSES and response is not None:
+                    self._stored_responses.add(managed, response)
             finally:
                 self.in_flight -= 1
 
@@ -396,15 +426,25 @@ class ModelApi:
                 observe(record)
 
 
+def _is_response(endpoint: str) -> bool:
+    """Whether an endpoint is one response, by its id."""
+    resource, _, name = endpoint.partition("/")
+    return resource == "responses" and name != "" and "/" not in name and endpoint not in COUNT_PROTOCOLS
+
+
 def _routing_error(endpoint: str, method: str) -> ErrorInfo:
     if endpoint in PROTOCOLS or endpoint in COUNT_PROTOCOLS:
         allowed = "POST"
-    elif endpoint.split("/")[0] == "models":
+    elif (explained := explain_endpoint(endpoint, method)) is not None:
+        return explained
+    elif endpoint.split("/")[0] == "models" or _is_response(endpoint):
         allowed = "GET, HEAD"
     elif endpoint == "session":
         allowed = "GET"
     else:
-        return ErrorInfo(404, f"/v1/{endpoint}: no such path")
+        known = ", ".join([*PROTOCOLS, "models"])
+        problem = f"/v1/{endpoint}: no such path; under a base URL are {known}; GET /openapi.json has all"
+        return ErrorInfo(404, problem)
     return ErrorInfo(405, f"{method}: not for this path", headers={"allow": allowed})
 
 

@@ -17,6 +17,7 @@ from branchline.gateway.control_types import (
     AddEngineRequest,
     EndRequest,
     EngineList,
+    GatewayIndex,
     HealthState,
     ModelSession,
     OpenedSession,
@@ -77,6 +78,7 @@ TEXT: Schema = {"type": "string"}
 PATH_PARAMETERS = {
     "id": _parameter("id", TEXT, "The id of a session.", "path"),
     "agent": _parameter("agent", TEXT, "The name of an agent of the session.", "path"),
+    "response": _parameter("response", TEXT, "The id of a response of the session.", "path"),
     "model": _parameter("model", TEXT, "The name of a model; any name is accepted.", "path"),
 }
 _IDEMPOTENCY = _parameter(
@@ -143,6 +145,7 @@ SAMPLES_SCHEMA: Schema = {
 
 _S = "/sessions/{id}"
 CONTROL_OPERATIONS = (
+    Operation("index", "GET", "/", "Says what this is and where its documents are.", (), GatewayIndex),
     Operation("health", "GET", "/healthz", "Says that the gateway is alive.", (), HealthState),
     Operation(
         "ready",
@@ -362,6 +365,15 @@ def model_operations() -> Iterator[Operation]:
             )
         models = f"{prefix}/models"
         anything: Schema = {"type": "object"}
+        yield Operation(
+            "readResponse" + suffix,
+            "GET",
+            f"{prefix}/responses/{{response}}",
+            "A response as it was answered, or, with `from_record`, as far as the record has it.",
+            _ANY_KEY,
+            anything,
+            tag="model",
+        )
         yield Operation(
             "listModels" + suffix, "GET", models, "Names of engines.", _ANY_KEY, anything, tag="model"
         )

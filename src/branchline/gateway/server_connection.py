@@ -173,7 +173,8 @@ class ServerConnection(HttpToolsProtocol):
     def _continue_without_upgrade(self, rest: bytes) -> None:
         """Reads a request that asks for another protocol (h2c, WebSocket) as plain HTTP/1.1.
 
-        The parser has stopped after its head; `rest` is its body, or the beginning of it.
+        The parser has stopped after its head; `rest` is its body, or the beginning of it. That a WebSocket
+        was asked for stays in the headers: the app refuses it where clients then use HTTP.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -184,7 +185,7 @@ class ServerConnection(HttpToolsProtocol):
             if name == b"connection":
                 tokens = [token.strip() for token in value.split(b",")]
                 value = b", ".join([token for token in tokens if token.lower() != b"upgrade"])
-            if name != b"upgrade":
+            if name != b"upgrade" or value.lower() == b"websocket":
                 lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
         with suppress(AttributeError):  # as uvicorn does it; httptools before 0.6.3 does not have it

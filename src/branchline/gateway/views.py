@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,23 @@ from branchline.runtime.managed_session import ManagedSession
 from branchline.timelines.causes import classify_forks
 from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.tree import Tree
+
+
+def gateway_index(url: str) -> dict[str, Any]:
+    """What this is and where to go on; nothing about its sessions and engines, because it needs no key."""
+    return {
+        "name": "branchline",
+        "version": metadata.version("branchline"),
+        "description": "A gateway that serves a model to agents and records every call of a session, which is"
+        " one episode.",
+        "documents": {
+            "openapi": "/openapi.json",
+            "alive": "/healthz",
+            "ready": "/readyz",
+            "metrics": "/metrics",
+        },
+        "open_a_session": f"curl -X POST {url}/sessions -H 'authorization: Bearer ADMIN_KEY'",
+    }
 
 
 def session_view(managed: ManagedSession) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from branchline.runtime.sampling import (
     read_strings,
 )
 
-_ECHOED_DEFAULTS: dict[str, Any] = {
+ECHOED_DEFAULTS: dict[str, Any] = {
     "background": False,
     "instructions": None,
     "max_output_tokens": None,
@@ -125,7 +125,7 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
         top_logprobs=top_logprobs,
         echoed_fields={
             name: _encode_raw(client_fields.get(name, default), name)
-            for name, default in _ECHOED_DEFAULTS.items()
+            for name, default in ECHOED_DEFAULTS.items()
         },
     )
 

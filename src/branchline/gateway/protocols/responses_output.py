@@ -247,6 +247,8 @@ class ResponsesStream:
     _sequence: int = 0
     _items: list[dict[str, Any]] = field(default_factory=list)
     _open_item: _OpenItem | None = None
+    response: dict[str, Any] | None = field(default=None, init=False)
+    """The complete response, when it was sent."""
     _response_fields: dict[str, Any] = field(init=False)
     _logprob_aligner: LogprobAligner | None = field(init=False)
 
@@ -301,8 +303,8 @@ class ResponsesStream:
         if not is_message and not message.tool_calls:
             yield from self._text_events(OUTPUT_TEXT, "")
         yield from self._close_item(status)
-        response = _finish_response(self._response_fields, self._items, result, self.codec)
-        yield self._event(f"response.{status}", response=response)
+        self.response = _finish_response(self._response_fields, self._items, result, self.codec)
+        yield self._event(f"response.{status}", response=self.response)
 
     def _text_events(self, kind: TextItemKind, text: str) -> Iterator[bytes]:
         if self._open_item is None or self._open_item.kind is not kind:
