@@ -85,6 +85,6 @@ def served_gateway(*options: str, **environment: str) -> Iterator[ServedGateway]
     ) as process:
         assert process.stdout is not None
         try:
-            yield ServedGateway(process, "".join(process.stdout.readline() for _ in range(6)))
+            yield ServedGateway(process, "".join(process.stdout.readline() for _ in range(8)))
         finally:
             process.kill()

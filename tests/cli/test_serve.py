@@ -249,3 +249,13 @@ def test_text_becomes_a_control_token_only_on_request(tmp_path: Path, flags: lis
     ).ids.tolist()
     end = codec.encode("<|end|>").tolist()[0]
     assert ids.count(end) == (2 if flags else 1)
+
+
+@pytest.mark.parametrize("given_key", ["", "ak-mine"])
+def test_output_says_how_to_open_a_session_for_each_episode(given_key: str) -> None:
+    environment = {"BRANCHLINE_ADMIN_KEY": given_key} if given_key else {}
+    with served_gateway(**environment) as gateway:
+        assert "a session is one episode: one task, one reward" in gateway.banner
+        assert re.search(r"curl -X POST http://127.0.0.1:\d+/sessions -H", gateway.banner)
+        assert ("$BRANCHLINE_ADMIN_KEY" in gateway.banner) == bool(given_key)
+        assert "ak-mine" not in gateway.banner

@@ -27,7 +27,8 @@ ADMIN_KEY_ENV = "BRANCHLINE_ADMIN_KEY"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DESCRIPTION = """\
 Serves Chat Completions, Responses, Anthropic Messages and Completions to agents, and records every call as
-exact tokens. Each session is one episode. Prints a base URL and an API key for a first session.
+exact tokens. Each session is one episode: one task, one reward. Prints a base URL and an API key for a first
+session, and how to open one for each episode; the log warns if a second task is sent to the first session.
 """
 _EPILOG = """\
 examples:
@@ -245,6 +246,7 @@ async def _serve(
         loop.add_signal_handler(name, on_signal)
     async with gateway:
         session = await gateway.session()
+        gateway.app.episode_check.watch(session.id)
         print(_startup_message(gateway, given_key, session.base_url, session.api_key), flush=True)
         await gateway.serve_until(stop)
         log.info("waiting for running calls", extra={"drain_s": options.drain_s})
@@ -255,11 +257,18 @@ def _startup_message(gateway: Gateway, given_key: str, base_url: str, api_key: s
         admin_key = "no keys required (--no-auth)"
     else:  # a key that was given is not repeated: startup messages end up in log files
         admin_key = f"admin key      {'as given' if given_key else gateway.admin_key}"
+    open_command = f"curl -X POST {gateway.url}/sessions"
+    if gateway.app.config.auth:
+        key = f"${ADMIN_KEY_ENV}" if given_key else gateway.admin_key
+        open_command += f' -H "authorization: Bearer {key}"'
     # max_tokens, because a small model may generate until its context is full.
     return (
         f"branchline serves {gateway.app.router.name} on {gateway.url}\n{admin_key}\n"
         f"base_url       {base_url}\napi_key        {api_key}\ntry it:\n"
         f"  curl {base_url}/chat/completions -H 'authorization: Bearer {api_key}' "
         "-H 'content-type: application/json' "
-        '-d \'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100}\''
+        '-d \'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100}\'\n'
+        "These are for one session, and a session is one episode: one task, one reward. "
+        "Open one for each episode:\n"
+        f"  {open_command}"
     )

@@ -16,6 +16,7 @@ from branchline.gateway.access import AccessControl, require_local_origin
 from branchline.gateway.asgi import AsgiRequest, Receive, Scope, Send, to_error_info
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.control_api import ControlApi
+from branchline.gateway.episode_check import EpisodeCheck
 from branchline.gateway.logs import ForkLogger
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.model_api import ModelApi, ModelRoute
@@ -47,9 +48,9 @@ class GatewayApp:
         self.metrics = GatewayMetrics()
         access = AccessControl(sessions, self.config.admin_key, self.config.auth)
         fork_logger = (ForkLogger(sessions).record_call,) if self.config.explain_forks else ()
-        self.model_api = ModelApi(
-            self.router, access, self.config, (self.metrics.record_call, *observers, *fork_logger)
-        )
+        self.episode_check = EpisodeCheck(sessions)
+        own_observers = (self.metrics.record_call, self.episode_check.record_call, *fork_logger)
+        self.model_api = ModelApi(self.router, access, self.config, (*own_observers, *observers))
         self.metrics.in_flight.set_function(lambda: self.model_api.in_flight)
         self.control_api = ControlApi(self.router, sessions, access, self.metrics, self.config)
         sessions.on_session_end += [lambda managed: self.router.release_session(managed.id), *on_session_end]
