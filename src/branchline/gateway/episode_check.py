@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from itertools import takewhile
 
@@ -28,6 +29,7 @@ log = logging.getLogger("branchline.sessions")
 
 _MAX_CHECKS = 8
 """Beginnings of conversations that are judged in one session."""
+_DEFAULT_ID = re.compile(rf"{DEFAULT_SESSION}(-\d+)?")
 _INSTRUCTIONS = ("system", "developer")
 
 
@@ -45,7 +47,7 @@ class EpisodeCheck:
         self._watched.add(session_id)
 
     def record_call(self, record: CallRecord) -> None:
-        is_shared = record.session_id in self._watched or record.session_id.startswith(DEFAULT_SESSION)
+        is_shared = record.session_id in self._watched or _DEFAULT_ID.fullmatch(record.session_id)
         if not is_shared or record.result is None or record.call_request is None:
             return
         messages = record.call_request.request.messages
