@@ -18,7 +18,8 @@ from branchline.cli.merge import run as run_merge
 from branchline.core.token_arrays import as_ids
 from branchline.engines.scripted import replies
 from branchline.gateway.config import GatewayConfig
-from branchline.runtime.router import Router, RoutingRule
+from branchline.runtime.router import Router
+from branchline.runtime.routing_rule import RoutingRule
 from tests.cli.test_merge_samples import DRIFT_AND_TOOLS, SEARCH
 from tests.gateway.harness import Agent, agent
 from tests.gateway.test_control_api_export import WithoutLogprobs

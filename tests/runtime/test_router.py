@@ -23,7 +23,8 @@ from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.engines.vllm import VllmEngine
-from branchline.runtime.router import Router, RoutingRule
+from branchline.runtime.router import Router
+from branchline.runtime.routing_rule import RoutingRule
 from branchline.tree.journal import Journal
 from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import agent, run

@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
 
 def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
     """The codec and a router over all engines; raises InputError if an option is missing or malformed."""
-    from branchline.runtime.router import Router, RoutingRule
+    from branchline.runtime.router import Router
+    from branchline.runtime.routing_rule import RoutingRule
 
     codec, engine = _main_engine(options)
     upstreams = dict(map(_parse_upstream, options.upstream))

@@ -14,7 +14,7 @@ from typing import Any
 
 from branchline.cli.render import sanitize
 from branchline.core.errors import InputError
-from branchline.runtime.router import RoutingRule
+from branchline.runtime.routing_rule import RoutingRule
 from branchline.timelines.log import LoggedCall
 
 _MAX_NAMES = 20
