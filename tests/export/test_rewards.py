@@ -17,6 +17,7 @@ from branchline import (
     Message,
     Request,
     Session,
+    ToolCall,
     ToyCodec,
     Trajectory,
     export_samples,
@@ -31,6 +32,7 @@ from branchline.testing.plans import PlanGenerator
 from tests.export.test_samples import CODEC, commit_reply, forked_session
 
 USER = Message("user", "u")
+TOOL_CODEC = ToyCodec.chatml()
 
 
 def linear_session() -> Session:
@@ -58,19 +60,50 @@ def test_a_turn_and_a_call_are_rewarded_at_their_tokens() -> None:
     assert [(span.call, span.turn) for span in sample.rewards] == [("call-0", 1), ("call-1", None)]
 
 
+def commit_choices(session: Session, messages: list[Message], *replies: Message) -> None:
+    """Commits a call with one choice for each reply."""
+    turn = session.prepare(Request(tuple(messages)))
+    choices = [TOOL_CODEC.encode_reply(reply) for reply in replies]
+    generations = [
+        Generation(ids, np.full(len(ids), -1, np.float32), message=reply)
+        for ids, reply in zip(choices, replies, strict=True)
+    ]
+    call = session.commit(turn, *generations).call
+    session.record_delivery(call, Delivery.DELIVERED)
+
+
+def calling(tool: str) -> Message:
+    return Message("assistant", "", tool_calls=(ToolCall(tool, "{}", "c"),))
+
+
 def test_a_tool_is_rewarded_in_an_answer_or_in_the_whole_session() -> None:
+    session = Session("s", TOOL_CODEC)
+    commit_choices(session, [USER], calling("search"))
+    result = Message("tool", "found", tool_call_id="c")
+    commit_choices(session, [USER, calling("search"), result], calling("read"))
     rewards: tuple[dict[str, Any], ...] = (
         {"score": 1, "tool": "search"},
         {"score": 2, "tool": "search", "call": "call-0"},
         {"score": 3, "tool": "read", "turn": 2},
     )
-    (sample,) = export_samples(linear_session().tree, rewards=rewards).samples
-    whole = len(sample.response_ids)
+    (sample,) = export_samples(session.tree, rewards=rewards).samples
+    first, second = sample.answers
     assert sample.rewards == (
-        RewardSpan(1, 0, whole, "", None, "search"),
-        RewardSpan(2, 0, 2, "call-0", None, "search"),
-        RewardSpan(3, whole - 3, whole, "call-1", 2, "read"),
+        RewardSpan(1, 0, len(sample.response_ids), "", None, "search"),
+        RewardSpan(2, first.start, first.end, "call-0", None, "search"),
+        RewardSpan(3, second.start, second.end, "call-1", 2, "read"),
     )
+
+
+def test_a_tool_of_a_call_is_rewarded_in_the_choices_that_call_it() -> None:
+    session = Session("s", TOOL_CODEC)
+    commit_choices(session, [USER], calling("pay"), Message("assistant", "I do nothing."), calling("wait"))
+    rewards: list[dict[str, Any]] = [{"score": 1, "tool": "pay", "call": "call-0"}]
+    export = export_samples(session.tree, rewards=rewards)
+    assert [[span.tool for span in sample.rewards] for sample in export.samples] == [["pay"], [], []]
+    missing = export_samples(session.tree, rewards=[{"score": 1, "tool": "sing", "call": "call-0"}])
+    assert [sample.rewards for sample in missing.samples] == [(), (), ()]
+    assert missing.report.unassigned_rewards == 1
 
 
 def test_a_reward_of_a_timeline_replaces_that_of_the_session_in_its_samples() -> None:
@@ -99,7 +132,10 @@ def test_a_later_reward_replaces_one_for_the_same_part_unless_their_ids_differ()
         {"score": 1, "tool": "f", "turn": 1, "id": "a"},
         {"score": 2, "tool": "f", "turn": 1, "id": "b"},
     ]
-    assert spans_by_text(linear_session(), *rewards) == [[(1.0, "A1"), (2.0, "A1")]]
+    session = Session("s", TOOL_CODEC)
+    commit_choices(session, [USER], calling("f"))
+    (sample,) = export_samples(session.tree, rewards=rewards).samples
+    assert [span.score for span in sample.rewards] == [1.0, 2.0]
 
 
 def test_a_turn_whose_reasoning_the_template_drops_is_rewarded_where_it_was_sampled() -> None:

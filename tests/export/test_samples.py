@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import ExportPolicy, Generation, Message, Request, Session, ToyCodec, export_samples
+from branchline import ExportPolicy, Generation, Message, Request, Session, ToolCall, ToyCodec, export_samples
 from branchline.core.call import Delivery
 from branchline.core.errors import ExportError
 from branchline.core.message import Media
@@ -22,11 +22,17 @@ CODEC = ToyCodec()
 
 
 def commit_reply(
-    session: Session, messages: list[Message], output: str, delivery: Delivery = Delivery.DELIVERED
+    session: Session,
+    messages: list[Message],
+    output: str,
+    delivery: Delivery = Delivery.DELIVERED,
+    *,
+    tool: str = "",
 ) -> Message:
+    """Commits a reply with a text, which may call a tool."""
     turn = session.prepare(Request(tuple(messages)))
-    answer = Message("assistant", output)
-    ids = CODEC.encode_reply(answer)
+    ids = CODEC.encode_reply(Message("assistant", output))
+    answer = Message("assistant", output, tool_calls=(ToolCall(tool, "{}", "c"),) if tool else ())
     call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32), message=answer)).call
     session.record_delivery(call, delivery)
     return answer

@@ -35,7 +35,7 @@ def scores_of(answer: object, count: int = 2) -> list[float | None]:
         '{"scores": {"1": 0.25, "2": {"score": 1}}}',
         f"{answer_of(0.25, 1)}\n\n[0, 1] see the rubric.",
         f"[1, 0]\n{answer_of(0.25, 1)}\n```json\n{{}}\n```",
-        f'{{"note": 1}} {answer_of(0.25, 1)} {{"1": 0.9}} [] {{"2": 0}} {{"3": 0, "4": 1}}',
+        f'{{"note": 1}} {answer_of(0.25, 1)} {{"1": 0.25}} [] {{"2": 1}} {{"3": 0, "4": 1}}',
         f"Thinking about {{it}} and [so on: {answer_of(0.25, 1)} ]",
         f'As ["quoted below]: {answer_of(0.25, 1)}',
         f"{answer_of(0.25, 1)} which is {answer_of(0.25, 1)}",
@@ -47,6 +47,27 @@ def scores_of(answer: object, count: int = 2) -> list[float | None]:
 def test_the_json_with_the_known_ids_is_the_answer(answer: str) -> None:
     assert scores_of(answer) == [0.25, 1.0]
     assert read_scores(answer, 2)[1] == ""
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        '{"scores": [{"trajectory_id": "1", "score": 0.2}]}\n'
+        '{"scores": [{"trajectory_id": "2", "score": 0.9}]}',
+        '{"trajectory_id": "1", "score": 0.2}\n{"trajectory_id": "2", "score": 0.9}',
+        '{"1": 0.2}\n{"2": 0.9}',
+        '{"scores": [0.2, 0.9]}',
+        '{"scores": {"trajectory 1": 0.2, "trajectory 2": 0.9}}',
+        "{'scores': [{'trajectory_id': '1', 'score': 0.2}, {'trajectory_id': '2', 'score': 0.9}]}",
+    ],
+)
+def test_a_quoted_answer_does_not_replace_one_that_is_incomplete_or_not_readable(own: str) -> None:
+    for answer in (
+        f'The agent wrote {{"1": 1, "2": 0}}. {own}',
+        f'{own} The agent wrote {{"1": 1, "2": 0}}.',
+    ):
+        assert scores_of(answer) == [None, None], answer
+        assert read_scores(answer, 2)[1]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_e4_discounted_adds_the_rewards_of_turns_and_of_tools_in_turns() -> None
     session = Session("s", CODEC)
     question = Message("user", "u")
     reply = commit_reply(session, [question], "A1")
-    commit_reply(session, [question, reply, Message("user", "x")], "A22")
+    commit_reply(session, [question, reply, Message("user", "x")], "A22", tool="search")
     rewards: list[dict[str, Any]] = [
         {"score": 4.0},
         {"score": 1.0, "turn": 1},

@@ -7,7 +7,7 @@ A reward without one of the keys below is for the whole session; the last one co
     {"score": 1.0, "turn": 2}                the second answer of the main conversation (or of an `agent`)
     {"score": 1.0, "timeline": 17}           every timeline through a node, by the `id` of a timeline
     {"score": 1.0, "tool": "search"}         a tool in the whole session; with `agent`, `call` or `turn`, in
-                                             the answers of these
+                                             the answers of these that call it
 
 The tokens of an answer get the reward of their sample's timeline, else that of their agent, else that of the
 session. Rewards of calls, turns and tools are kept beside it.
@@ -198,7 +198,7 @@ def _assign(assigned: AssignedRewards, parts: _TreeParts, reward: Mapping[str, A
     turn, tool = reward.get("turn"), str(reward.get("tool") or "")
     part = PartReward(float(reward["score"]), turn, tool, extras=reward.get("extras", {}))
     if "call" in reward or turn is not None:
-        answers = parts.answers(reward)
+        answers = [node for node in parts.answers(reward) if not tool or _has_tool_call(node, tool)]
         for node in answers:
             assigned.by_node.setdefault(node.id, []).append(part)
         assigned.unresolved += not answers
@@ -208,6 +208,10 @@ def _assign(assigned: AssignedRewards, parts: _TreeParts, reward: Mapping[str, A
         assigned.by_agent.setdefault(reward["agent"], []).append(replace(part, agent=reward["agent"]))
     else:
         assigned.of_tools.append(part)
+
+
+def _has_tool_call(node: Node, tool: str) -> bool:
+    return any(call.name == tool for call in node.message.tool_calls)
 
 
 class _TreeParts:

@@ -2,8 +2,9 @@
 
 The answer is the one JSON value of the text that has exactly the known ids, each once: a list of objects with
 `trajectory_id` and `score`, or an object from ids to scores, by itself or under `scores`. Text and other JSON
-around it are ignored, and so is everything before a `</think>`. No such value, two that differ, or parts of
-another one that is no valid JSON, is an error of the whole answer: what a broken answer quotes is not read.
+around it are ignored, and so is everything before a `</think>`. No such value, two that differ, one beside
+another that scores a trajectory otherwise or cannot be read, or parts of one that is no valid JSON, is an
+error of the whole answer: what a broken answer quotes is not read.
 A score that is no number from 0 to 1 is an error of its trajectory alone.
 
     read_scores('Notes [0, 1]. {"scores": [{"trajectory_id": "1", "score": 0.5}]}', 1)
@@ -26,7 +27,7 @@ MAX_DEPTH = 64
 """Values nested deeper are not read as JSON."""
 _EXPECTED = "expected one JSON object with a score from 0 to 1 for each trajectory"
 _ID_KEY, _SCORE_KEY, _SCORES_KEY = "trajectory_id", "score", "scores"
-_ANSWER_KEY = re.compile(r'"(?:trajectory_id|scores?|\d{1,6})"\s*:')
+_ANSWER_KEY = re.compile(r"""["'](?:trajectory_id|scores?|\d{1,6})["']\s*:""")
 
 
 @dataclass(frozen=True)
@@ -58,27 +59,36 @@ def read_scores(answer: object, count: int) -> tuple[list[Judgement], str]:
     if len(answer) > MAX_ANSWER_CHARS:
         return _no_scores(f"got {len(answer):,} characters, expected at most {MAX_ANSWER_CHARS:,}", count)
     known = [str(number) for number in range(1, count + 1)]
-    incomplete = ""
-    found: list[Judgement] | None = None
     begin = max(answer.rfind("</think>"), 0)
     spans = [span for span in json_spans(answer) if span[1] > begin]
     if broken := _key_outside(answer, begin, spans):
         return _no_scores(f"got {broken} outside of valid JSON, {_EXPECTED}", count)
+    incomplete = ""
+    found: list[Judgement] | None = None
+    partial: list[dict[str, Judgement]] = []
     for value in (_decode(answer[start:end]) for start, end in spans):
         entries = _score_entries(value)
         if not entries:
-            continue
-        wrong = _wrong_ids([name for name, _ in entries], known)
-        if wrong:
-            incomplete = wrong
+            if _has_answer_key(value):
+                return _no_scores(f"got an answer without ids and scores, {_EXPECTED}", count)
             continue
         by_id = {name: read_judgement(scores) for name, scores in entries}
+        if wrong := _wrong_ids([name for name, _ in entries], known):
+            incomplete = wrong
+            partial.append(by_id)
+            continue
         judgements = [by_id[name] for name in known]
         if found is not None and found != judgements:
             return _no_scores(f"got two different answers for all trajectories, {_EXPECTED}", count)
         found = judgements
     if found is None:
         return _no_scores(f"got {incomplete or repr(answer[-200:])}, {_EXPECTED}", count)
+    complete = dict(zip(known, found, strict=True))
+    for part in partial:
+        if differing := sorted(name for name in part.keys() & complete if part[name] != complete[name]):
+            return _no_scores(
+                f"got two scores for trajectory {', '.join(differing)[:100]}, {_EXPECTED}", count
+            )
     return found, ""
 
 
@@ -125,6 +135,15 @@ def _score_entries(value: Any) -> list[tuple[str, list[Any]]]:
             for name, score in value
         ]
     return []
+
+
+def _has_answer_key(value: Any) -> bool:
+    """Whether a JSON value has a key that only an answer has, although it is none."""
+    parts = value if isinstance(value, list) else [value]
+    return any(
+        isinstance(part, _Object) and any(part.values_of(key) for key in (_ID_KEY, _SCORES_KEY))
+        for part in parts
+    )
 
 
 def _wrong_ids(names: Sequence[str], known: Sequence[str]) -> str:
