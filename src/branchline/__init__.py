@@ -65,7 +65,7 @@ if typing.TYPE_CHECKING:
     from branchline.runtime.session_snapshot import SessionSnapshot
     from branchline.timelines.causes import classify_forks
     from branchline.timelines.links import MergePolicy
-    from branchline.timelines.log import read_log
+    from branchline.timelines.log import group_by_session, read_log
     from branchline.timelines.merge import merge
     from branchline.timelines.timeline import Timeline, timelines_of
     from branchline.train.policy_update import UpdateConfig
@@ -137,6 +137,7 @@ _MODULE_OF = {
     "MergePolicy": "timelines.links",
     "classify_forks": "timelines.causes",
     "export_samples": "export.samples",
+    "group_by_session": "timelines.log",
     "merge": "timelines.merge",
     "read_jsonl": "export.jsonl",
     "read_log": "timelines.log",
@@ -247,6 +248,7 @@ __all__ = [
     "check_journal",
     "classify_forks",
     "export_samples",
+    "group_by_session",
     "merge",
     "pack_rows",
     "pad_rows",

@@ -120,6 +120,22 @@ def test_one_history_per_turn_keeps_the_thinking_of_every_turn() -> None:
     assert len(trajectory.additional_histories) == 1
 
 
+@pytest.mark.parametrize("reason", ["length", "abort", "cancelled"])
+def test_a_history_whose_last_answer_was_cut_off_or_cancelled_is_unfinished(reason: str) -> None:
+    choice = {
+        "finish_reason": reason,
+        "token_ids": [3, 4],
+        "prompt_token_ids": [1, 2],
+        "logprobs": {
+            "content": [{"token": "token_id:3", "logprob": -1}, {"token": "token_id:4", "logprob": -1}]
+        },
+        "message": {"role": "assistant", "content": "ab"},
+    }
+    assert not Trajectory(messages_and_choices=[user("q"), choice], reward=1.0).finished
+    finished = Trajectory(messages_and_choices=[user("q"), {**choice, "finish_reason": "stop"}], reward=1.0)
+    assert finished.finished
+
+
 def test_choices_without_their_prompts_are_rendered_and_inexact() -> None:
     session, (first, second) = thinking_session()
     items: list[object] = [user("What is 2+2?"), first["choices"][0], user("What is 3+3?")]

@@ -16,6 +16,7 @@ from branchline import (
     Generation,
     Message,
     Request,
+    SampleStream,
     Session,
     ToolCall,
     ToyCodec,
@@ -263,3 +264,27 @@ def test_every_reward_of_a_call_is_at_the_tokens_of_its_answers_or_counted(
     outputs = sum(len(call.outputs) for call in tree.calls)
     assert export.report.unassigned_rewards <= outputs
     assert len(rewarded) >= len(tree.calls) - export.report.unassigned_rewards
+
+
+def test_a_reward_of_the_session_among_the_rewards_is_that_of_its_samples() -> None:
+    session = linear_session()
+    for reward, expected in ((None, 0.25), (0.5, 0.5)):
+        export = export_samples(session.tree, reward=reward, rewards=[{"score": 1.0}, {"score": 0.25}])
+        assert [sample.reward for sample in export.samples] == [expected]
+    assert [sample.reward for sample in SampleStream(session.tree, rewards=[{"score": 1.0}])] == [1.0]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"score": "1", "turn": 1},
+        {"score": float("nan")},
+        {"scor": 1},
+        {"score": 1, "call_id": "call-0"},
+        {"score": 1, "call": "call-0", "agent": "p"},
+        {"score": 1, "timeline": "zz"},
+    ],
+)
+def test_a_stream_of_samples_refuses_what_is_no_reward(reward: dict[str, Any]) -> None:
+    with pytest.raises(MessageError):
+        SampleStream(linear_session().tree, rewards=[reward])

@@ -167,6 +167,11 @@ def test_an_invalid_number_is_rejected(name: str, values: list[Any]) -> None:
             ExportPolicy(**{name: value})
 
 
+def test_a_text_is_no_switch() -> None:
+    with pytest.raises(ExportError, match="include_missing_logprobs: got 'no', expected True or False"):
+        ExportPolicy(include_missing_logprobs="no")  # type: ignore[arg-type]
+
+
 def test_a_sample_is_not_cut_inside_a_message_with_an_image() -> None:
     session = Session("s", CODEC)
     first, second = Media("image", "a" * 9, b"1"), Media("image", "b" * 9, b"2")

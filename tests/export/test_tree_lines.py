@@ -45,7 +45,7 @@ def test_samples_read_from_tree_lines_equal_the_exported_ones(
         missing_logprob=missing,
     )
     tree = random_tree(seed, steps)
-    rewards = [{"score": 0.5}, {"score": 1.0, "turn": 0}]
+    rewards = [{"score": 0.5}, {"score": 1.0, "turn": 1}]
     stream = SampleStream(tree, policy, session="s", reward=0.5, rewards=rewards)
     expected = list(stream)
     lines = [msgspec.json.decode(msgspec.json.encode(line)) for line in tree_lines(stream)]

@@ -271,6 +271,18 @@ def test_a_conversation_that_is_one_growing_text_is_the_main_history(
     assert main_text(session) == f"{thought} 3"
 
 
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+def test_a_last_turn_without_tools_that_is_edited_is_the_main_history(
+    session: Session, system: list[Message]
+) -> None:
+    messages = [*system, TASK]
+    messages.append(commit_reply(session, messages, "one", tools=TOOLS))
+    commit_reply(session, [*messages, Message("user", "Then say it.")], "two")
+    commit_reply(session, [*messages, Message("user", "Then say it aloud.")], "three")
+    assert Cause.SIDE_CALL not in fork_causes(session)
+    assert main_text(session) == "three"
+
+
 def test_a_session_of_side_calls_has_the_first_as_its_main_history(session: Session) -> None:
     commit_reply(session, [Message("system", "You write titles."), TASK], "Files")
     assert main_text(session) == "Files"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
 
-from branchline import ExportPolicy, Message, Request, export_samples, merge, timelines_of
+from branchline import (
+    ExportPolicy,
+    Message,
+    Request,
+    export_samples,
+    group_by_session,
+    merge,
+    timelines_of,
+)
 from branchline.core.errors import InputError
 from branchline.core.token_arrays import as_ids
 from branchline.timelines.links import MergePolicy
@@ -40,9 +50,34 @@ def timeline_rows(tree: Tree) -> list[tuple[list[int], list[int], bool]]:
 @pytest.mark.parametrize("name", ["repair", "ignore_tools", "inexact"])
 def test_comparing_ids_alone_leaves_nothing_to_allow(name: str) -> None:
     with pytest.raises(InputError, match=f"{name}: got True, expected False with compare='token'"):
-        MergePolicy(compare="token", **{name: True})  # type: ignore[arg-type]
+        MergePolicy(compare="token", stop_ids=frozenset({1}), **{name: True})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="compare: got 'texts', expected text or token"):
         MergePolicy(compare="texts")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"inexact": "no"}, "inexact: got 'no', expected True or False"),
+        ({"repair": 1, "stop_ids": frozenset({1})}, "repair: got 1, expected True or False"),
+        ({"deduplicate": None}, "deduplicate: got None, expected True or False"),
+        ({"stop_ids": "5"}, "stop_ids: got '5', expected a set of ids"),
+        ({"stop_ids": frozenset({"5"})}, "expected a set of ids"),
+        ({"repair": True}, "repair: got no token_bytes and no stop_ids"),
+    ],
+)
+def test_a_policy_that_cannot_be_meant_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        MergePolicy(**options)
+
+
+def test_the_calls_of_two_sessions_are_not_one_tree() -> None:
+    first = logged([user("a")], "b", [1], [2])
+    second = replace(logged([user("a"), assistant("b"), user("c")], "d", [1, 2, 3], [4]), session="other")
+    with pytest.raises(InputError, match=r"got calls of 2 sessions \('', 'other'\), expected those of one"):
+        merge([first, second])
+    trees = [merge(calls).tree for calls in group_by_session([first, second]).values()]
+    assert [len(tree.calls) for tree in trees] == [1, 1]
 
 
 def test_a_prompt_with_ids_after_a_call_without_ids_stays_exact() -> None:

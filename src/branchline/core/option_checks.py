@@ -20,6 +20,12 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise InputError(f"{name}: got {value!r}, expected a whole number of {least} or more")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises InputError unless a value is True or False: a text such as "no" is true."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}: got {value!r}, expected True or False")
+
+
 def check_number(name: str, value: object, *, above: float | None = None, most: float | None = None) -> None:
     """Raises InputError unless a value is a finite number of more than `above` and at most `most`."""
     if not isinstance(value, bool) and isinstance(value, numbers.Real):

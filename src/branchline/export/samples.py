@@ -15,7 +15,7 @@ import numpy as np
 
 from branchline.core.call import count_not_applied
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
-from branchline.core.option_checks import check_count, check_number
+from branchline.core.option_checks import check_count, check_flag, check_number
 from branchline.core.reward import read_rewards
 from branchline.core.sample import (
     AnswerSpan,
@@ -26,7 +26,13 @@ from branchline.core.sample import (
     RewardSpan,
     Sample,
 )
-from branchline.export.rewards import agent_rewards, assign_rewards, sample_extras, session_extras
+from branchline.export.rewards import (
+    agent_rewards,
+    assign_rewards,
+    sample_extras,
+    session_extras,
+    session_reward,
+)
 from branchline.timelines.causes import Cause, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
 from branchline.tree.tree import Node, Tree
@@ -76,6 +82,10 @@ class ExportPolicy:
             if choice not in choices:
                 raise ExportError(f"{name}: got {choice!r}, expected one of {', '.join(map(str, choices))}")
         try:
+            check_flag("include_missing_logprobs", self.include_missing_logprobs)
+        except InputError as error:
+            raise ExportError(str(error)) from error
+        try:
             if self.missing_logprob is not None:
                 check_number("missing_logprob", self.missing_logprob)
             if self.max_samples is not None:
@@ -111,12 +121,16 @@ class SampleStream:
         reward: float | None = None,
         rewards: Sequence[Mapping[str, Any]] = (),
         fork_report: ForkReport | None = None,
+        are_recorded: bool = False,
     ) -> None:
-        """Takes what `export_samples` takes, and raises MissingLogprobsError before the first sample."""
+        """Takes what `export_samples` takes, and raises MissingLogprobsError before the first sample.
+        `are_recorded` says that the rewards are those of a session, which were read when they were posted."""
+        if rewards and not are_recorded:
+            rewards = read_rewards(rewards)
         self.tree = tree
         self.policy = policy or ExportPolicy()
         self._session = session
-        self._reward = reward
+        self._reward = session_reward(rewards) if reward is None else reward
         fork_report = fork_report or classify_forks(tree)
         self._pruned = _pruned_nodes(tree, self.policy, fork_report)
         self.leaves = _limit_leaves(_kept_leaves(tree, self._pruned), self.policy, fork_report.main_leaf)
@@ -266,14 +280,10 @@ def export_samples(
 ) -> Export:
     """Returns the samples of a tree, which it does not change. Pass `session.snapshot()` for a session that
     other threads commit to. `rewards` are those of the session and of its parts, objects with a score; see
-    `export/rewards.py`. Raises MessageError for one that cannot be read."""
+    `export/rewards.py`. `reward` overrides the one for the whole session. Raises MessageError for one that
+    cannot be read."""
     stream = SampleStream(
-        tree,
-        policy,
-        session=session,
-        reward=reward,
-        rewards=read_rewards(rewards) if rewards else (),
-        fork_report=fork_report,
+        tree, policy, session=session, reward=reward, rewards=rewards, fork_report=fork_report
     )
     return Export(list(stream), stream.report, frozenset(stream.counts))
 

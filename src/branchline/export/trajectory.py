@@ -30,6 +30,7 @@ from branchline.export.histories import History
 from branchline.export.rewards import agent_rewards, sample_extras, session_reward
 from branchline.export.samples import ExportPolicy, SampleStream, export_samples
 from branchline.timelines.causes import ForkReport, classify_forks
+from branchline.timelines.log import CANCELLED_REASONS
 from branchline.timelines.timeline import timelines_of
 from branchline.tree.session import Session
 from branchline.tree.tree import NO_NODE, Node, Tree
@@ -198,7 +199,13 @@ class Trajectory:
         fork_report = classify_forks(tree)
         reward = session_reward(rewards) if reward is None else reward
         stream = SampleStream(
-            tree, policy, session=session, reward=reward, rewards=rewards, fork_report=fork_report
+            tree,
+            policy,
+            session=session,
+            reward=reward,
+            rewards=rewards,
+            fork_report=fork_report,
+            are_recorded=True,
         )
         samples = tuple(stream)
         main: History | None = None
@@ -252,7 +259,7 @@ class Trajectory:
         failed: bool = False,
     ) -> Trajectory:
         """Returns a trajectory that was built by hand, as the constructor does. If `finished` is None, a main
-        history whose last choice was cut off (`length`) is unfinished."""
+        history whose last choice was cut off (`length`) or cancelled is unfinished."""
         trajectory = cls(
             messages_and_choices=messages_and_choices,
             tools=tools,
@@ -345,7 +352,7 @@ def _count_causes(fork_report: ForkReport) -> Counter[str]:
 
 
 def _is_finished(main: History) -> bool:
-    return not main.choices or main.choices[-1].output.finish_reason != "length"
+    return not main.choices or main.choices[-1].output.finish_reason not in ("length", *CANCELLED_REASONS)
 
 
 def _read_reward(reward: object) -> float | None:

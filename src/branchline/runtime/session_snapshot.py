@@ -92,7 +92,7 @@ class SessionSnapshot:
             return export_nothing(self.tree, DropReason.ABORTED)
         if not self.tree.calls:
             return Export([], ExportReport(0, 0))
-        return SampleStream(self.tree, policy, session=self.id, reward=self.reward, rewards=self.rewards)
+        return SampleStream(self.tree, policy, session=self.id, rewards=self.rewards, are_recorded=True)
 
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None

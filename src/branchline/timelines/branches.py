@@ -48,6 +48,7 @@ class Branches:
                 self._continued.update((entry.id, entry.parent.id))
         self._tour = _Tour(tree)
         self._system_prompts: dict[int, list[Message] | None] = {}
+        self._lacks_tools_below: dict[int, bool] = {}
 
     def first_call(self, branch: Node) -> Call:
         """Returns the first call whose prompt or output contains a node."""

@@ -221,7 +221,7 @@ class ForkSignals(Branches):
         if call is self.main_call or branch.id in self._continued:
             return False
         if main.requested_config_digest:
-            return not call.requested_config_digest
+            return not call.requested_config_digest and not self._continues_without_tools(branch)
         task = self._first_user_text(main)
         if len(task) < MIN_TASK_CHARS or not any(
             task in message.content and task != message.content.strip()
@@ -229,6 +229,18 @@ class ForkSignals(Branches):
         ):
             return False
         return not self._goes_on_as_text(branch, task) and not self._is_compacted(branch)
+
+    def _continues_without_tools(self, branch: Node) -> bool:
+        """Whether all branches after an answer lack tools, as when an agent asks for its final answer: then
+        the lack distinguishes none of them."""
+        parent = branch.parent
+        assert parent is not None
+        if parent.id not in self._lacks_tools_below:
+            has_answer = any(node.is_sampled or node.source_id != NO_NODE for node in parent.path())
+            self._lacks_tools_below[parent.id] = has_answer and not any(
+                self.first_call(child).requested_config_digest for child in parent.all_children()
+            )
+        return self._lacks_tools_below[parent.id]
 
     def _goes_on_as_text(self, branch: Node, task: str) -> bool:
         """Whether a branch is the main conversation as one text that grows with every call (ReAct): its

@@ -11,7 +11,7 @@ number of ids that agree, then the number of equivalences, then the order of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -20,6 +20,7 @@ import numpy as np
 
 from branchline.core.errors import InputError
 from branchline.core.message import Message
+from branchline.core.option_checks import check_flag
 from branchline.core.token_arrays import NO_IDS, Ids
 from branchline.timelines.alignment import (
     NOTHING,
@@ -69,6 +70,15 @@ class MergePolicy:
     def __post_init__(self) -> None:
         if self.compare not in get_args(CompareLevel):
             raise InputError(f"compare: got {self.compare!r}, expected text or token")
+        for name in (*Permission, "deduplicate"):
+            check_flag(name, getattr(self, name))
+        if not isinstance(self.stop_ids, Set) or not all(type(stop) is int for stop in self.stop_ids):
+            raise InputError(f"stop_ids: got {self.stop_ids!r}, expected a set of ids")
+        if self.repair and not self.inexact and self.token_bytes is None and not self.stop_ids:
+            raise InputError(
+                "repair: got no token_bytes and no stop_ids, expected one of them: without, it is not known "
+                "where an output ends"
+            )
         if self.compare == "token":
             for permission in Permission:
                 if getattr(self, permission):

@@ -23,6 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Output
+from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, as_ids, normalize_runs
 from branchline.timelines.alignment import AlignmentMethod
@@ -36,6 +37,8 @@ OutputRef = tuple[int, int]
 _MAX_SOURCES = 16
 """Equal answers compared to find the source of one message; without a limit, common answers take quadratic
 time."""
+_MAX_SHOWN = 5
+"""How many names an error lists."""
 _UNVISITED, _VISITING, _ADDED = range(3)
 
 
@@ -111,8 +114,16 @@ class MergeResult:
 
 
 def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> MergeResult:
-    """Merges the calls of one session, in time linear in the log."""
+    """Merges the calls of one session, in time linear in the log. Raises InputError for those of several:
+    `group_by_session` separates them."""
     policy = policy or MergePolicy()
+    calls = list(calls)
+    if len(sessions := sorted({call.session for call in calls})) > 1:
+        shown = ", ".join(map(repr, sessions[:_MAX_SHOWN])) + ", …" * (len(sessions) > _MAX_SHOWN)
+        raise InputError(
+            f"calls: got calls of {len(sessions)} sessions ({shown}), expected those of one: merge each of "
+            "group_by_session(calls).values()"
+        )
     # Sorted, because the earlier line wins if nothing else decides.
     calls, repeated = _split_repeated(sorted(calls, key=lambda call: call.line))
     scopes = _scopes(calls)
