@@ -305,9 +305,9 @@ def test_a_tokenizer_encodes_calls_without_ids_as_inexact(run_merge: RunMerge, t
     assert run_merge(lines, "--tokenizer", tokenizer)["delivered_tokens"] == 0
     report = run_merge(lines, "--tokenizer", tokenizer, "--inexact")
     (line,) = report["timelines"]
-    # uu<e>a + ab, then <e>uv<e>a + b
-    assert (line["tokens"], line["trained_tokens"], line["exact"]) == (4 + 1 + 5 + 1, 2, False)
-    assert line["missing_logprobs"] == 2
+    # uu<e>a + ab<e>, then uv<e>a + b<e>
+    assert (line["tokens"], line["trained_tokens"], line["exact"]) == (4 + 2 + 4 + 2, 4, False)
+    assert line["missing_logprobs"] == 4
     assert report["dropped"] == []
 
 

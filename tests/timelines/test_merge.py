@@ -21,7 +21,7 @@ from branchline import (
 from branchline.core.errors import InputError
 from branchline.core.token_arrays import as_ids
 from branchline.timelines.links import MergePolicy
-from branchline.timelines.log import LoggedCall, LoggedOutput, with_encoded_ids
+from branchline.timelines.log import LoggedCall, LoggedOutput
 from branchline.tree.tree import Tree
 
 
@@ -130,8 +130,10 @@ def test_an_output_with_matching_ids_is_preferred_to_one_without_ids() -> None:
 
 
 def test_ids_encoded_from_text_never_replace_logged_ids() -> None:
+    text_only = logged([user("a")], "hello", None, None, 1)
+    encoded = replace(text_only.outputs[0], ids=as_ids([20, 21]), ids_were_sampled=False)
     calls = [
-        with_encoded_ids(logged([user("a")], "hello", None, None, 1), as_ids([1, 2]), [as_ids([20, 21])]),
+        replace(text_only, prompt_ids=as_ids([1, 2]), outputs=(encoded,)),
         logged([user("a"), assistant("hello"), user("c")], "d", [1, 2, 22, 4], [5], 2),
     ]
     assert ([1, 2, 22, 4, 5], [0, 0, 0, 0, 1], True) in timeline_rows(merge(calls).tree)

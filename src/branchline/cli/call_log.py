@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -18,18 +18,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from branchline.chat.base import reply_to_text
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.cli.log_encoding import encode_missing_ids
 from branchline.cli.render import more_lines, pluralize, sanitize
-from branchline.core.call import Request
 from branchline.core.errors import CodecError, InputError, LogError
-from branchline.core.message import Message
-from branchline.core.token_arrays import Ids
 from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import CompareLevel, MergePolicy
-from branchline.timelines.log import LoggedCall, LogReader, group_by_session, with_encoded_ids
+from branchline.timelines.log import LoggedCall, LogReader, group_by_session
 from branchline.timelines.merge import MergeResult, merge
 
 _DEFAULTS = MergePolicy()
@@ -110,7 +107,7 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|NAME",
         help="a folder with tokenizer.json, or a Hugging Face name such as Qwen/Qwen3-8B. With it ids are "
         "checked, drift is repaired by comparing bytes, forks are shown as text, and calls "
-        "without token ids are encoded",
+        "without token ids are encoded: prompts and answers as the chat template writes them",
     )
     parser.add_argument(
         "--compare",
@@ -137,7 +134,9 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=_DEFAULTS.inexact,
         help="merge by text: continue every call whose messages agree, also where the end of an answer in "
-        "the later prompt is only estimated, and train tokens whose ids or prompts were not logged",
+        "the later prompt is only estimated, and train tokens whose ids or prompts were not logged. With "
+        "--tokenizer answers without ids are encoded with reasoning, tool calls and stop token; what the "
+        "chat template does not show whole is counted (not_encoded) and not trained",
     )
     parser.add_argument(
         "--stop-id",
@@ -174,7 +173,7 @@ def load_call_log(
         skip_bad=True,
         check_ids=tokenizer.invalid_id_error if tokenizer is not None else None,
     )
-    encoded = reader if tokenizer is None else _encode_missing_ids(reader, tokenizer)
+    encoded = reader if tokenizer is None else encode_missing_ids(reader, tokenizer)
     calls = list(_show_progress(encoded, options.calls))
     reader.errors.sort(key=lambda error: error.line)
     if reader.errors and not options.skip_bad:
@@ -269,52 +268,3 @@ def _show_progress(calls: Iterable[LoggedCall], path: Path) -> Iterator[LoggedCa
         for call in calls:
             bar.update(task, completed=call.line)
             yield call
-
-
-def _encode_missing_ids(reader: LogReader, tokenizer: TokenizerDir) -> Iterator[LoggedCall]:
-    encoder = _LogEncoder(tokenizer)
-    for call in reader:
-        try:
-            yield _fill_missing_ids(call, encoder)
-        except CodecError as error:
-            reader.errors.append(LogError(str(reader.path), call.line, f"cannot be encoded: {error}"))
-
-
-@dataclass(frozen=True)
-class _LogEncoder:
-    """Encodes prompts and outputs that were logged without ids."""
-
-    tokenizer: TokenizerDir
-
-    @cached_property
-    def _codec(self) -> GenericCodec | None:
-        return GenericCodec(self.tokenizer) if self.tokenizer.has_template else None
-
-    def encode_prompt(self, request: Request) -> Ids:
-        """The ids of the rendered prompt, or of `role: text` lines if there is no template."""
-        if self._codec is not None:
-            return self._codec.encode_prompt(request.messages, request.tools, request.chat_template_kwargs)
-        lines = [f"{message.role}: {reply_to_text(message)}\n" for message in request.messages]
-        return self.tokenizer.encode("".join([*lines, "assistant: "]))
-
-    def encode_output(self, message: Message) -> Ids:
-        return self.tokenizer.encode(reply_to_text(message))
-
-
-def _fill_missing_ids(call: LoggedCall, encoder: _LogEncoder) -> LoggedCall:
-    """The call with encoded ids where it has none; logged output ids are kept."""
-    if call.prompt_ids is not None and all(output.ids is not None for output in call.outputs):
-        return call
-    prompt_ids = call.prompt_ids
-    if prompt_ids is None:
-        prompt_ids = encoder.encode_prompt(call.request)
-    output_ids = [
-        encoder.encode_output(output.message) if output.ids is None else output.ids for output in call.outputs
-    ]
-    filled = with_encoded_ids(call, prompt_ids, output_ids)
-    # Logged output ids are as sampled only if the prompt before them was logged too.
-    outputs = [
-        encoded if logged.ids is None else replace(logged, ids_were_sampled=call.prompt_ids is not None)
-        for logged, encoded in zip(call.outputs, filled.outputs, strict=True)
-    ]
-    return replace(filled, outputs=tuple(outputs))

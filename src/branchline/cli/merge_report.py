@@ -1,7 +1,7 @@
 """The account of a merged log: the object that `branchline merge --json` prints, and the tables made from it.
 
 Every sampled token is delivered by a timeline or listed under `dropped` with a reason; outputs that were
-logged without token ids are listed there with 0 tokens.
+logged without token ids, and could not be encoded, are listed there with 0 tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _OPTIONS = {
 _REMEDIES = {
     DropReason.INEXACT: "ids or prompt not logged; --inexact trains them",
     "no_token_ids": "--tokenizer with --inexact encodes and trains them",
+    "not_encoded": "logged without ids, and the tokenizer's chat template does not show them whole",
     DropReason.UNTRAINED: "--train-model, --rule",
 }
 
@@ -63,7 +64,7 @@ def build_report(log: CallLogFile, exports: Sequence[Export]) -> JsonDict:
             for timeline in timelines_of(session.merged.tree)
         ]
         report = report_to_json(export.report)
-        omitted = list(_omitted_outputs(session))
+        omitted = list(_omitted_outputs(session, log.tokenizer is not None))
         sampled += report["sampled_tokens"] + sum(entry["tokens"] for entry in omitted)
         delivered += report["trained_tokens"]
         inexact += report["inexact_tokens"]
@@ -150,7 +151,7 @@ def _message_to_json(node: Node, span: Span | None) -> JsonDict:
     }
 
 
-def _omitted_outputs(session: LoggedSession) -> Iterator[JsonDict]:
+def _omitted_outputs(session: LoggedSession, with_tokenizer: bool) -> Iterator[JsonDict]:
     """Outputs that are not in the tree because of --dedupe, and outputs in the tree without token ids."""
     duplicates = set(session.merged.duplicates)
     for index, call in enumerate(session.merged.calls):
@@ -159,7 +160,8 @@ def _omitted_outputs(session: LoggedSession) -> Iterator[JsonDict]:
                 tokens = 0 if output.ids is None else len(output.ids)
                 yield {"reason": "duplicate", "call": _call_name(call), "tokens": tokens}
             elif output.ids is None:
-                yield {"reason": "no_token_ids", "call": _call_name(call), "tokens": 0}
+                reason = "not_encoded" if with_tokenizer else "no_token_ids"
+                yield {"reason": reason, "call": _call_name(call), "tokens": 0}
 
 
 def _call_name(call: LoggedCall) -> str:

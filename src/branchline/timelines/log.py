@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -300,12 +300,3 @@ def group_by_session(calls: Iterable[LoggedCall]) -> dict[str, list[LoggedCall]]
     for call in calls:
         sessions.setdefault(call.session, []).append(call)
     return sessions
-
-
-def with_encoded_ids(call: LoggedCall, prompt_ids: Ids, output_ids: Iterable[Ids]) -> LoggedCall:
-    """Returns the call with ids that were encoded from its text, marked as not sampled."""
-    outputs = tuple(
-        replace(output, ids=ids, logprobs=None, ids_were_sampled=False)
-        for output, ids in zip(call.outputs, output_ids, strict=True)
-    )
-    return replace(call, prompt_ids=prompt_ids, outputs=outputs)

@@ -1,0 +1,93 @@
+"""Encodes what a log has without ids: prompts and answers as the chat template writes them.
+
+An answer that the template does not show whole keeps no ids, so that nothing else is trained in its place: a
+part of it that the template leaves out, or reasoning or a call that was cut off and that a template closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+
+from branchline.chat.base import reply_to_text
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.call import Request
+from branchline.core.errors import CodecError, LogError
+from branchline.core.message import Message
+from branchline.core.token_arrays import Ids
+from branchline.timelines.log import CANCELLED_REASONS, LoggedCall, LoggedOutput, LogReader
+
+
+def encode_missing_ids(reader: LogReader, tokenizer: TokenizerDir) -> Iterator[LoggedCall]:
+    """Yields the calls of a log with encoded ids where they have none; logged ids are kept. Calls that the
+    template refuses are errors of the reader."""
+    encoder = LogEncoder(tokenizer)
+    for call in reader:
+        try:
+            yield encoder.fill(call)
+        except CodecError as error:
+            reader.errors.append(LogError(str(reader.path), call.line, f"cannot be encoded: {error}"))
+
+
+@dataclass(frozen=True)
+class LogEncoder:
+    """Encodes prompts and answers that were logged without ids."""
+
+    tokenizer: TokenizerDir
+
+    @cached_property
+    def _codec(self) -> GenericCodec | None:
+        return GenericCodec(self.tokenizer) if self.tokenizer.has_template else None
+
+    def fill(self, call: LoggedCall) -> LoggedCall:
+        if call.prompt_ids is not None and all(output.ids is not None for output in call.outputs):
+            return call
+        # Logged ids of an answer are as sampled only if the prompt before them was logged too.
+        has_prompt = call.prompt_ids is not None
+        outputs = tuple(
+            replace(output, ids_were_sampled=has_prompt)
+            if output.ids is not None
+            else replace(output, ids=self.encode_output(output), logprobs=None, ids_were_sampled=False)
+            for output in call.outputs
+        )
+        prompt_ids = call.prompt_ids if call.prompt_ids is not None else self.encode_prompt(call.request)
+        return replace(call, prompt_ids=prompt_ids, outputs=outputs)
+
+    def encode_prompt(self, request: Request) -> Ids:
+        """The ids of the rendered prompt, or of `role: text` lines if there is no template."""
+        if self._codec is not None:
+            return self._codec.encode_prompt(request.messages, request.tools, request.chat_template_kwargs)
+        lines = [f"{message.role}: {reply_to_text(message)}\n" for message in request.messages]
+        return self.tokenizer.encode("".join([*lines, "assistant: "]))
+
+    def encode_output(self, output: LoggedOutput) -> Ids | None:
+        """The ids of an answer with its stop token, unless it was cut off; None if it is not shown whole."""
+        message = output.message
+        is_cut = output.finish_reason == "length" or output.finish_reason in CANCELLED_REASONS
+        if is_cut and (message.tool_calls or (message.reasoning_content and not message.content)):
+            return None
+        if self._codec is None:
+            return (
+                None if message.reasoning_content.strip() else self.tokenizer.encode(reply_to_text(message))
+            )
+        shown = self._codec.render_reply(message)
+        if shown is None or any(
+            self._codec.render_reply(less) == shown for less in _with_one_part_less(message)
+        ):
+            return None
+        return self._codec.encode_reply(message, stop=not is_cut)
+
+
+def _with_one_part_less(message: Message) -> Iterator[Message]:
+    """Yields the message without its text, without its reasoning, and without each of its tool calls."""
+    calls = message.tool_calls
+    if message.content.strip():
+        yield msgspec.structs.replace(message, content="")
+    if message.reasoning_content.strip():
+        yield msgspec.structs.replace(message, reasoning_content="")
+    for index in range(len(calls)):
+        yield msgspec.structs.replace(message, tool_calls=(*calls[:index], *calls[index + 1 :]))
