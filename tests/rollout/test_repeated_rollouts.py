@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchline import read_jsonl, read_parquet
+from branchline.cli.main import main
 from branchline.core.errors import InputError, SessionError
 from branchline.rollout import transfer_queue
 from branchline.rollout.gateway_pool import GatewayPool
@@ -21,6 +22,7 @@ from branchline.rollout.run_folder import RunFolder
 from branchline.rollout.session_gateway import session_options
 from branchline.rollout.session_result import SessionJob
 from branchline.rollout.sinks import JsonlSink, MemorySink, ParquetSink, Sink, read_lines
+from branchline.rollout.stats import RolloutStats
 from branchline.rollout.tasks import RolloutTask, new_run_id, read_tasks
 from branchline.rollout.transfer_queue import TransferQueueSink
 from branchline.runtime.session_store import _is_valid_id
@@ -29,6 +31,7 @@ from tests.rollout.test_transfer_queue import FakeQueue
 
 TASKS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two"}]
 EPOCHS = 3
+BROKEN = "runner_error: ValueError: broken"
 N = 2
 
 
@@ -54,7 +57,7 @@ def test_a_further_epoch_writes_its_own_sessions_to_every_sink(
             for epoch in range(EPOCHS):
                 rollout = rollouts[0 if is_one_rollout else epoch]
                 stats = await rollout.run(TASKS)
-                assert stats.finished == len(TASKS) * N * (epoch + 1 if is_one_rollout else 1)
+                assert stats.finished == len(TASKS) * N
         count = EPOCHS * len(TASKS) * N
         sessions = {result.session for result in memory.results}
         assert len(memory.results) == len(sessions) == count
@@ -125,9 +128,90 @@ def test_stop_after_counts_the_tasks_of_each_epoch() -> None:
     async def test() -> None:
         async with scripted_gateway() as gateway:
             rollout = Rollout(gateway, ask_once, config=RolloutConfig(stop_after=2))
-            for epoch in range(2):
+            for _ in range(2):
                 stats = await rollout.run(TASKS)
-                assert (stats.finished, stats.aborted) == (2 * (epoch + 1), 0)
+                assert (stats.finished, stats.aborted) == (2, 0)
+
+    run(test)
+
+
+def test_each_run_of_a_rollout_has_figures_of_its_own(tmp_path: Path) -> None:
+    async def test() -> None:
+        sink, found = JsonlSink(tmp_path), list[RolloutStats]()
+
+        async def agent(task: Mapping[str, Any], session: Any) -> float:
+            await ask_once(task, session)
+            if len(found) == 1:
+                raise ValueError("broken")
+            return float(len(found))
+
+        async with scripted_gateway() as gateway:
+            rollout = Rollout(gateway, agent, sinks=[sink], config=RolloutConfig(n=N))
+            for _ in range(EPOCHS):
+                found.append(await rollout.run(TASKS))
+                assert rollout.stats is found[-1]
+        # Read after the last run: the figures of a run do not change when the next one begins.
+        for epoch, stats in enumerate(found):
+            is_failed = epoch == 1
+            assert (stats.sessions, stats.failed) == (len(TASKS) * N, len(TASKS) * N if is_failed else 0)
+            assert stats.prompts == dict.fromkeys(("a", "b"), "failure" if is_failed else "finished")
+            assert stats.errors == (dict.fromkeys(("a", "b"), BROKEN) if is_failed else {})
+            assert stats.reward_mean == (None if is_failed else float(epoch))
+        # The folder has all runs: a task that failed in one is not hidden by another.
+        runs = [name.removesuffix("-a") for name in sink.stats.prompts if name.endswith("-a")]
+        assert len(runs) == EPOCHS
+        statuses = {f"{run}-{uid}": sink.stats.prompts[f"{run}-{uid}"] for run in runs for uid in "ab"}
+        assert sink.stats.prompts == statuses
+        assert list(statuses.values()) == ["finished"] * 2 + ["failure"] * 2 + ["finished"] * 2
+        assert sink.stats.errors == {f"{runs[1]}-{uid}": BROKEN for uid in "ab"}
+
+    run(test)
+
+
+def test_the_figures_of_a_folder_with_several_runs_count_the_tasks_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        async def fail(task: Mapping[str, Any], session: Any) -> None:
+            raise ValueError("broken")
+
+        async with scripted_gateway() as gateway:
+            for agent in (ask_once, fail):
+                await Rollout(gateway, agent, sinks=[JsonlSink(tmp_path)]).run(TASKS)
+
+    run(test)
+    assert main(["stats", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads((tmp_path / "stats.json").read_text())
+    assert (shown["runs"], shown["prompts"]) == (2, {"finished": 2, "failure": 2})
+    assert set(shown["errors"].values()) == {BROKEN}
+    lines = read_lines(tmp_path / "trajectories.jsonl")
+    assert set(shown["errors"]) == {line["group"] for line in lines if line["status"] == "failed"}
+    main(["stats", str(tmp_path)])
+    table = " ".join(capsys.readouterr().out.split())
+    assert "runs 2" in table
+    assert "tasks 2 finished, 2 failed" in table
+
+
+def test_a_resumed_rollout_continues_the_figures_of_its_run_only(tmp_path: Path) -> None:
+    async def test() -> None:
+        folder = RunFolder(tmp_path, "one")
+        async with scripted_gateway(journal=tmp_path / "journal") as gateway:
+            for run_id in ("one", "two"):
+                await Rollout(gateway, ask_once, sinks=[JsonlSink(tmp_path)], run_id=run_id).run(TASKS[:1])
+            sinks, known = folder.open_sinks()
+            assert (known.sessions, known.prompts) == (1, {"a": "finished"})
+            rollout = Rollout(gateway, ask_once, sinks=sinks, stats=known, resume=True, run_id="one")
+            first = await rollout.run(TASKS)
+            assert (first.sessions, first.prompts) == (2, {"a": "finished", "b": "finished"})
+            assert known.sessions == 1, "figures that were given stay as they are"
+            assert await rollout.run(TASKS) == first
+            assert rollout.stats is not first
+            everything = JsonlSink(tmp_path).stats
+            with pytest.raises(InputError, match="stats: got sessions of the runs 'one', 'two', expected"):
+                Rollout(gateway, ask_once, stats=everything, resume=True, run_id="one")
+            with pytest.raises(InputError, match="stats: got sessions of the runs 'one', expected none"):
+                Rollout(gateway, ask_once, stats=known, run_id="one")
 
     run(test)
 

@@ -17,9 +17,10 @@ from branchline.export.columns import FILE_COLUMNS, SampleOrigin
 from branchline.export.jsonl import read_jsonl_rows
 from branchline.export.parquet import PARQUET_SCHEMA, read_parquet_rows
 from branchline.rollout.rollout import Rollout, RolloutConfig
-from branchline.rollout.run_folder import RunFolder
+from branchline.rollout.run_folder import RunFolder, find_run_folder
 from branchline.rollout.session_result import SessionResult
 from branchline.rollout.sinks import JsonlSink, MemorySink, ParquetSink, Sink
+from branchline.rollout.tasks import read_tasks
 from tests.export.compare import assert_equal_samples
 from tests.rollout.harness import ask, run, scripted_gateway
 
@@ -45,6 +46,19 @@ def run_into(sinks: list[Sink], **config: Any) -> MemorySink:
 
     run(test)
     return memory
+
+
+def test_folders_of_sinks_and_runs_may_be_texts(tmp_path: Path) -> None:
+    path = str(tmp_path / "text")
+    memory = run_into([JsonlSink(path), ParquetSink(f"{path}/samples")])
+    keys = sorted(key for result in memory.results for key in result.sample_keys)
+    for folder in (RunFolder(path), find_run_folder(path)):
+        assert len(list(folder.read_trajectory_lines())) == len(memory.results)
+    assert sorted(row.origin.key for row in read_jsonl_rows(f"{path}/samples.jsonl")) == keys
+    files = Path(path, "samples").glob("*.parquet")
+    assert sorted(row.origin.key for file in files for row in read_parquet_rows(file)) == keys
+    created = RunFolder.create(f"{path}/other", read_tasks(TASKS), 1)
+    assert (created.path, created.journal_path.name) == (Path(path, "other"), "journal")
 
 
 @pytest.mark.parametrize("samples", ["jsonl", "parquet"])

@@ -16,7 +16,8 @@ from branchline.cli.render import format_count, pluralize, sanitize, to_text
 
 _DESCRIPTION = """\
 Prints the figures of a run: sessions by status, why sessions failed, tokens sampled and delivered, forks.
-They are computed from trajectories.jsonl, so the run may still be writing it.
+They are computed from trajectories.jsonl, so the run may still be writing it. If several runs wrote to the
+folder, they are sums over all of them, and each task of each run is counted.
 """
 _MAX_REASONS = 10
 
@@ -43,6 +44,8 @@ def run(options: argparse.Namespace) -> str:
 def render_stats(stats: Mapping[str, Any], folder: Path) -> str:
     """The figures as text."""
     table = Table.grid(padding=(0, 2))
+    if stats["runs"] > 1:
+        table.add_row("runs", format_count(stats["runs"]))
     counts = ", ".join(f"{format_count(stats[name])} {name}" for name in ("finished", "failed", "aborted"))
     table.add_row("sessions", f"{format_count(stats['sessions'])}: {counts}")
     prompts = stats["prompts"]

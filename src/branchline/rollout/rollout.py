@@ -18,6 +18,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -138,7 +139,7 @@ class Rollout:
         """`gateway` is that of this process, or a `GatewayPool`. `runners` is one agent for all tasks without
         an `agent_name`, or agents by name. `run_id` is a part of the ids of all sessions; None: each `run`
         chooses a new one. With `resume`, sessions of that `run_id` that a journal or `stats` know are not run
-        again; `stats` are then those of the sessions that the sinks have."""
+        again; `stats` are then those of the sessions of that run that the sinks have."""
         if reward is not None and judge is not None:
             raise InputError("judge: got a judge and a reward function, expected one of them")
         if judge is not None:
@@ -147,6 +148,10 @@ class Rollout:
             raise InputError(f"run_id: got {run_id!r}, expected at most 16 letters and digits")
         if resume and run_id is None:
             raise InputError("run_id: got none, expected that of the rollout to resume")
+        if stats is not None and not stats.runs <= ({run_id} if resume else set()):
+            got = ", ".join(map(repr, sorted(stats.runs)))
+            expected = f"those of run {run_id!r}" if resume else "none, or resume=True"
+            raise InputError(f"stats: got sessions of the runs {got}, expected {expected}")
         self.config = config = config or RolloutConfig()
         specs = runners if isinstance(runners, Mapping) else {"": runners}
         self._runners = {name: make_runner(spec) for name, spec in specs.items()}
@@ -171,9 +176,11 @@ class Rollout:
         self._groups: list[_TaskSessions] = []
         self._finished_tasks = 0
         self.stats = stats or RolloutStats()
+        """The figures of the current run, or of the latest."""
 
     async def run(self, tasks: object) -> RolloutStats:
-        """Runs all tasks (see `read_tasks`) and returns the figures of their sessions.
+        """Runs all tasks (see `read_tasks`) and returns the figures of this run's sessions; if it is resumed,
+        also of those that are in `stats`.
 
         Raises InputError, before anything runs, for a task that names an unknown agent and, unless it is
         resumed, for a `run_id` that a sink or the gateway has already. Raises SinkError if a sink fails;
@@ -182,6 +189,7 @@ class Rollout:
         run_id = new_run_id() if self._run_id is None else self._run_id
         self._groups = self._plan([replace(task, run=run_id) for task in read_tasks(tasks)])
         await self._check_new()
+        self.stats = deepcopy(self.stats) if self._resume else RolloutStats()
         self._finished_tasks = 0
         by_runner: dict[str, list[_TaskSessions]] = {}
         for group in self._groups:
@@ -376,7 +384,7 @@ class Rollout:
         if group.finished:
             self._finished_tasks += 1
         elif group.stop_cause is None:
-            error = group.first_error or self.stats.errors.get(group.task.uid)
+            error = group.first_error or self.stats.task_errors.get((group.task.run, group.task.uid))
             log.error("task %s: all sessions failed, the first with %s", group.task.uid, error)
         for sink in self._sinks:
             await sink.end_prompt(group.task, "finished" if group.finished else "failure")

@@ -15,7 +15,6 @@ its sessions could not be compared with each other, with another format its samp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,19 +38,19 @@ from branchline.rollout.tasks import RolloutTask, new_run_id, task_digest
 SampleFormat = Literal["jsonl", "parquet"]
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """An open folder of a rollout."""
 
-    path: Path
-    run_id: str = ""
-    """The part of session ids that tells apart several rollouts; empty for a run of an older version."""
-    samples: SampleFormat = "jsonl"
+    def __init__(self, path: str | Path, run_id: str = "", samples: SampleFormat = "jsonl") -> None:
+        self.path = Path(path)
+        self.run_id = run_id
+        """The part of session ids that tells apart several rollouts; empty for a run of an older version."""
+        self.samples: SampleFormat = samples
 
     @classmethod
     def create(
         cls,
-        path: Path,
+        path: str | Path,
         tasks: Sequence[RolloutTask],
         n: int,
         *,
@@ -66,6 +65,7 @@ class RunFolder:
         its agents, its reward, its model; JSON values. Raises InputError for a folder of any other run, with
         each setting that differs.
         """
+        path = Path(path)
         file = path / RUN_FILE
         if file.exists() and not resume:
             raise InputError(f"out: {path} has a run; continue it with --resume, or name another folder")
@@ -92,14 +92,15 @@ class RunFolder:
         return self.path / "journal"
 
     def open_sinks(self) -> tuple[list[Sink], RolloutStats]:
-        """Returns the sinks of the folder, and the figures of the sessions that it has."""
+        """Returns the sinks of the folder, and the figures of the sessions of its run that it has."""
         sinks: list[Sink] = []
         if self.samples == "parquet":
             sinks.append(ParquetSink(self.path / SAMPLES_FOLDER))
         lines = JsonlSink(self.path, samples=self.samples == "jsonl")
         # Last: a session with a line has its samples.
         sinks.append(lines)
-        return sinks, RolloutStats.from_lines(self.read_trajectory_lines())
+        lines_of_run = (line for line in self.read_trajectory_lines() if line.get("run", "") == self.run_id)
+        return sinks, RolloutStats.from_lines(lines_of_run)
 
     def read_trajectory_lines(self) -> Iterator[dict[str, Any]]:
         """Yields the lines of all sessions; none if there is no file yet."""
@@ -129,8 +130,9 @@ def _written_samples(path: Path) -> dict[str, SampleFormat]:
     return {"samples": "parquet"} if any((path / SAMPLES_FOLDER).glob("part-*.parquet")) else {}
 
 
-def find_run_folder(path: Path) -> RunFolder:
+def find_run_folder(path: str | Path) -> RunFolder:
     """Returns the folder of an earlier run. Raises InputError if it is none."""
+    path = Path(path)
     if not (path / TRAJECTORIES_FILE).is_file():
         raise InputError(f"folder: got {path}, expected the folder of a run, with {TRAJECTORIES_FILE}")
     return RunFolder(path)

@@ -108,7 +108,8 @@ class JsonlSink:
     process left of a last line is removed when the folder is opened again.
     """
 
-    def __init__(self, folder: Path, *, samples: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, samples: bool = True) -> None:
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._has_samples = folder, samples
         self._trajectories, self._samples = folder / TRAJECTORIES_FILE, folder / SAMPLES_FILE
@@ -174,11 +175,12 @@ class ParquetSink:
     again by a resumed rollout, from the journal.
     """
 
-    def __init__(self, folder: Path, *, rows_per_file: int = 1000) -> None:
+    def __init__(self, folder: str | Path, *, rows_per_file: int = 1000) -> None:
         # Imported late: it needs a package of the `parquet` extra.
         from branchline.export.parquet import open_part, write_parquet
 
         check_count("rows_per_file", rows_per_file)
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._rows_per_file, self._write_parquet = folder, rows_per_file, write_parquet
         files = sorted(folder.glob("part-*.parquet"))

@@ -1,4 +1,4 @@
-"""The figures of a rollout: sessions by status, why they failed, tokens sampled and delivered, forks.
+"""The figures of a run, or of several in one folder: sessions by status, why they failed, tokens, forks.
 
 They are sums over the lines of `trajectories.jsonl`, so they can be computed again from the file at any time:
 `stats.json` is a copy that is easy to read.
@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from branchline.rollout.tasks import group_name
 
 PromptStatus = Literal["finished", "failure"]
+TaskKey = tuple[str, str]
+"""The run and the uid of a task: several runs may have the same tasks."""
+_T = TypeVar("_T")
 _MAX_REASONS = 100
 _OTHER = "other"
 _MAX_REASON_CHARS = 200
@@ -19,7 +24,7 @@ _MAX_REASON_CHARS = 200
 
 @dataclass
 class RolloutStats:
-    """Sums over the sessions of a rollout."""
+    """Sums over sessions of one run or of several."""
 
     sessions: int = 0
     finished: int = 0
@@ -38,9 +43,9 @@ class RolloutStats:
     fork_causes: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     samples: int = 0
-    prompts: dict[str, PromptStatus] = field(default_factory=dict)
-    """Each task by its uid: `finished` if one of its sessions is."""
-    errors: dict[str, str] = field(default_factory=dict)
+    task_statuses: dict[TaskKey, PromptStatus] = field(default_factory=dict)
+    """Each task of each run: `finished` if one of its sessions is."""
+    task_errors: dict[TaskKey, str] = field(default_factory=dict)
     """Why the first session of each failed task failed."""
     rewards: list[float] = field(default_factory=list)
     """The rewards of finished sessions."""
@@ -82,15 +87,34 @@ class RolloutStats:
         self.fork_causes.update(line.get("fork_causes", {}))
         self.calls += metrics.get("calls", 0)
         self.samples += metrics.get("samples", 0)
-        self._add_to_prompt(line["uid"], status, reason)
+        self._add_to_task((line.get("run", ""), line["uid"]), status, reason)
 
-    def _add_to_prompt(self, uid: str, status: str, reason: str) -> None:
+    def _add_to_task(self, task: TaskKey, status: str, reason: str) -> None:
         if status == "finished":
-            self.prompts[uid] = "finished"
-            self.errors.pop(uid, None)
-        elif self.prompts.get(uid) != "finished":
-            self.prompts[uid] = "failure"
-            self.errors.setdefault(uid, reason)
+            self.task_statuses[task] = "finished"
+            self.task_errors.pop(task, None)
+        elif self.task_statuses.get(task) != "finished":
+            self.task_statuses[task] = "failure"
+            self.task_errors.setdefault(task, reason)
+
+    @property
+    def runs(self) -> set[str]:
+        """The ids of the runs that the sessions are of."""
+        return {run for run, _uid in self.task_statuses}
+
+    @property
+    def prompts(self) -> dict[str, PromptStatus]:
+        """The status of each task by its uid, or by its group, `{run}-{uid}`, if there are several runs."""
+        return self._by_name(self.task_statuses)
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Why the first session of each failed task failed, by the same names."""
+        return self._by_name(self.task_errors)
+
+    def _by_name(self, values: Mapping[TaskKey, _T]) -> dict[str, _T]:
+        is_one_run = len(self.runs) == 1
+        return {uid if is_one_run else group_name(run, uid): value for (run, uid), value in values.items()}
 
     @property
     def reward_mean(self) -> float | None:
@@ -98,8 +122,9 @@ class RolloutStats:
 
     def to_json(self) -> dict[str, Any]:
         """The content of `stats.json`."""
-        statuses = Counter(self.prompts.values())
+        statuses = Counter(self.task_statuses.values())
         return {
+            "runs": len(self.runs),
             "sessions": self.sessions,
             "finished": self.finished,
             "failed": self.failed,

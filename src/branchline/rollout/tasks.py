@@ -47,7 +47,7 @@ class RolloutTask:
     @property
     def group(self) -> str:
         """Names the sessions of the task in one rollout, which are compared with each other."""
-        return f"{self.run}-{self.uid}" if self.run else self.uid
+        return group_name(self.run, self.uid)
 
     def copy(self) -> RolloutTask:
         """Returns the task with a row of its own, for code that may change it.
@@ -106,6 +106,11 @@ def read_tasks(source: object) -> list[RolloutTask]:
     if not tasks:
         raise InputError(f"{name}: got no rows, expected at least one task")
     return tasks
+
+
+def group_name(run: str, uid: str) -> str:
+    """Returns the name of a task in one rollout; runs of older versions have no id."""
+    return f"{run}-{uid}" if run else uid
 
 
 def new_run_id() -> str:
