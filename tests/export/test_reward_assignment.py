@@ -81,7 +81,9 @@ def rewards_that_count(rewards: Sequence[Mapping[str, Any]], agent: str, path: S
     """Returns the rewards of a sample, the most precise first: the timeline's, the agent's, the session's."""
     found = []
     for node in reversed(path):
-        found += [one for one in rewards if is_for(one, "timeline") and one["timeline"] == node.id][-1:]
+        # A timeline ends, or ended before it was continued, with an answer.
+        if node.is_sampled:
+            found += [one for one in rewards if is_for(one, "timeline") and one["timeline"] == node.id][-1:]
     found = found[:1]
     found += [one for one in rewards if is_for(one, "agent") and one["agent"] == agent][-1:]
     return found + [one for one in rewards if is_for(one)][-1:]

@@ -217,6 +217,21 @@ def test_a_reward_of_an_empty_answer_is_counted_as_unassigned() -> None:
     assert export.report.unassigned_rewards == 1
 
 
+def test_a_reward_for_a_message_that_ends_no_timeline_is_refused_or_counted_as_unassigned() -> None:
+    tree = linear_session().tree
+    for node in tree.nodes[1:]:
+        reward = {"score": 1.0, "timeline": node.id}
+        rewards = [sample.reward for sample in export_samples(tree, rewards=[reward]).samples]
+        unassigned = export_samples(tree, rewards=[reward]).report.unassigned_rewards
+        if node.is_sampled:
+            check_reward_parts(tree, read_rewards(reward))
+            assert (set(rewards), unassigned) == ({1.0}, 0)
+        else:
+            with pytest.raises(MessageError, match=f"timeline: got {node.id}, expected the id of a timeline"):
+                check_reward_parts(tree, read_rewards(reward))
+            assert (set(rewards), unassigned) == ({None}, 1)
+
+
 def test_the_last_reward_without_a_part_is_that_of_the_session() -> None:
     assert session_reward([]) is None
     assert session_reward([{"score": 1}, {"score": 2, "note": "x"}, {"score": 3, "call": "c"}]) == 2.0

@@ -111,6 +111,31 @@ def test_a_timeline_overrides_its_agents_and_an_agent_its_session() -> None:
     run(test)
 
 
+def test_a_timeline_is_named_by_an_end_that_it_has_or_had() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "B2") as a:
+            system, question = ({"role": role, "content": role} for role in ("system", "user"))
+            first = (await a.ask(system, question)).json()["choices"][0]["message"]
+            (former,) = [timeline["id"] for timeline in await a.timelines()]
+            await a.ask(system, question, first, {"role": "user", "content": "more"})
+            await a.ask(system, {"role": "user", "content": "other"})
+            ends = [timeline["id"] for timeline in await a.timelines()]
+            assert former not in ends
+            accepted = []
+            for node in range(1, 9):
+                response = await post(a, {"score": node / 10, "timeline": node})
+                if response.status_code == 200:
+                    accepted.append(node)
+                else:
+                    expected = f"expected the id of a timeline of this session: {ends[0]}, {ends[1]}"
+                    assert (response.status_code, expected in response.text) == (400, True)
+            assert accepted == sorted([former, *ends])
+            rewards = [node / 10 for node in ends]
+            assert sorted(sample.reward or 0.0 for sample in await samples_of(a)) == rewards
+
+    run(test)
+
+
 # -- what does not exist -----------------------------------------------------------------------------
 
 

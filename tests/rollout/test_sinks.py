@@ -51,12 +51,12 @@ def run_into(sinks: list[Sink], **config: Any) -> MemorySink:
 def test_folders_of_sinks_and_runs_may_be_texts(tmp_path: Path) -> None:
     path = str(tmp_path / "text")
     memory = run_into([JsonlSink(path), ParquetSink(f"{path}/samples")])
-    keys = sorted(key for result in memory.results for key in result.sample_keys)
+    keys = {key for result in memory.results for key in result.sample_keys}
     for folder in (RunFolder(path), find_run_folder(path)):
         assert len(list(folder.read_trajectory_lines())) == len(memory.results)
-    assert sorted(row.origin.key for row in read_jsonl_rows(f"{path}/samples.jsonl")) == keys
+    assert {row.origin.key for row in read_jsonl_rows(f"{path}/samples.jsonl")} == keys
     files = Path(path, "samples").glob("*.parquet")
-    assert sorted(row.origin.key for file in files for row in read_parquet_rows(file)) == keys
+    assert {row.origin.key for file in files for row in read_parquet_rows(file)} == keys
     created = RunFolder.create(f"{path}/other", read_tasks(TASKS), 1)
     assert (created.path, created.journal_path.name) == (Path(path, "other"), "journal")
 

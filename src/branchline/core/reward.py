@@ -56,7 +56,7 @@ class Reward(TypedDict):
     turn: NotRequired[int]
     """An answer of the main conversation, or of an agent's, from 1 on."""
     timeline: NotRequired[int]
-    """All timelines through a node."""
+    """All timelines through the node that ends or ended the timeline with this id."""
     tool: NotRequired[str]
     agent: NotRequired[str]
     id: NotRequired[str | int]

@@ -5,7 +5,8 @@ A reward without one of the keys below is for the whole session; the last one co
     {"score": 1.0, "agent": "critic"}    the answers of an agent, in every sample that trains them
     {"score": 1.0, "call": "chatcmpl-42"}    the answers of a call, by the id of its response
     {"score": 1.0, "turn": 2}                the second answer of the main conversation (or of an `agent`)
-    {"score": 1.0, "timeline": 17}           every timeline through a node, by the `id` of a timeline
+    {"score": 1.0, "timeline": 17}           a timeline by its `id`, the node that ends it; if it was
+                                             continued, every timeline through that node
     {"score": 1.0, "tool": "search"}         a tool in the whole session; with `agent`, `call` or `turn`, in
                                              the answers of these that call it
 
@@ -157,7 +158,7 @@ def check_reward_parts(tree: Tree, rewards: Sequence[Reward]) -> None:
         if "call" in reward and reward["call"] not in parts.calls:
             expected = f"the id of a call of this session: {_list_names(list(parts.calls))}"
             raise MessageError("call", reward["call"], expected)
-        if "timeline" in reward and not reward["timeline"] < len(tree.nodes):
+        if "timeline" in reward and not parts.has_timeline(reward["timeline"]):
             leaves = [leaf.id for leaf in tree.leaves()]
             expected = f"the id of a timeline of this session: {_list_names(leaves)}"
             raise MessageError("timeline", reward["timeline"], expected)
@@ -202,6 +203,8 @@ def _assign(assigned: AssignedRewards, parts: _TreeParts, reward: Mapping[str, A
         for node in answers:
             assigned.by_node.setdefault(node.id, []).append(part)
         assigned.unresolved += not answers
+    elif "timeline" in reward and not parts.has_timeline(int(reward["timeline"])):
+        assigned.unresolved += 1
     elif "timeline" in reward:
         assigned.by_timeline_node.setdefault(int(reward["timeline"]), []).append(part)
     elif "agent" in reward:
@@ -241,6 +244,13 @@ class _TreeParts:
     def _continued_by(self) -> dict[int, Call]:
         """By the index of a resumed call, the call that continued it."""
         return {call.resumed_call_index: call for call in reversed(self._tree.calls)}
+
+    def has_timeline(self, node_id: int) -> bool:
+        """Whether a timeline ends at this node, or ended there before it was continued."""
+        if not 0 < node_id < len(self._tree.nodes):
+            return False
+        node = self._tree.nodes[node_id]
+        return node.is_sampled or not node.children
 
     def answers(self, reward: Mapping[str, Any]) -> list[Node]:
         """Returns the sampled nodes of the part that a reward, for a tool perhaps, is for."""
