@@ -208,6 +208,20 @@ def test_the_tables_name_the_option_that_would_join_or_train(
     assert "dropped, no_token_ids: 1 output, 0 tokens (--tokenizer with --inexact encodes" in out
 
 
+def test_other_tools_skip_no_message_to_a_repeated_answer(merge: Merge) -> None:
+    lines = [
+        log_line(
+            [U], "first", [5, *PROMPT], [20, STOP], tools=[{"type": "function", "function": {"name": "f"}}]
+        ),
+        log_line([U, FIRST, U, FIRST, V], "end", [*PROMPT, 21, STOP, *PROMPT, 20, STOP, 60], [30, STOP]),
+    ]
+    report, samples = merge(lines, "--ignore-tools", "--stop-id", STOP)
+    assert report["kept_apart"] == [{"line": 2, "options": ["--repair"]}]
+    assert contexts(samples) == logged(lines)
+    _, (sample,) = merge(lines, "--ignore-tools", "--repair", "--stop-id", STOP)
+    assert contexts([sample]) == [[5, *PROMPT, 20, STOP, *PROMPT, 20, STOP, 60, 30, STOP]]
+
+
 def test_repair_without_knowledge_is_refused(merge: Merge) -> None:
     assert "--repair: nothing tells where an answer ends" in merge(DRIFTED, "--repair", code=2)
     assert "--stop-id: got '<end>', expected an id" in merge(DRIFTED, "--stop-id", "<end>", code=2)

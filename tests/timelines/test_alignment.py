@@ -112,6 +112,60 @@ def test_after_other_tools_an_earlier_turn_must_have_the_same_ids() -> None:
     assert Permission.INEXACT in aligned.needs
 
 
+MARK = [120, 121, 122]
+TURN = [*range(100, 107), *MARK]
+
+
+def test_after_other_tools_a_later_turn_with_the_sampled_ids_is_not_the_answer() -> None:
+    # The prompt has other ids (2 1) for the first answer, and the sampled ones for the same answer later.
+    output = LoggedOutput(Message("assistant", "x"), as_ids([1, 6, 9]))
+    path = EarlierPath(as_ids([30, *TURN]), output, as_ids([1, 6, 9]), 11)
+    prompt = as_ids([*TURN, 2, 1, 9, *TURN, 1, 6, 9, *MARK])
+    following = [Message("user", "d"), Message("assistant", "x"), Message("user", "d")]
+    aligned = Aligner(None, frozenset({9})).align(prompt, path, following, other_tools=True)
+    assert aligned == Alignment(
+        13, AlignmentMethod.STOP_TOKEN, 10, frozenset({Permission.IGNORE_TOOLS, Permission.REPAIR})
+    )
+    aligned = Aligner().align(prompt, path, following, other_tools=True)
+    assert aligned is not None
+    assert Permission.INEXACT in aligned.needs
+
+
+def test_after_other_tools_a_generation_prompt_that_was_joined_with_text_is_not_skipped() -> None:
+    # 122 and the first id of the answer became 123, so that the first mark is that of the second answer.
+    output = LoggedOutput(Message("assistant", " "), as_ids([7, 9]))
+    path = EarlierPath(as_ids([30, *TURN]), output, as_ids([7, 9]), 11)
+    prompt = as_ids([31, *TURN[:-1], 123, 9, *TURN, 7, 9, *MARK])
+    following = [Message("user", "d"), Message("assistant", ""), Message("user", "d")]
+    aligned = Aligner(None, frozenset({9})).align(prompt, path, following, other_tools=True)
+    assert aligned is not None
+    assert Permission.INEXACT in aligned.needs
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([100, 101]), st.sampled_from([(1, 9), (2, 9), (6, 9), (9,)])), min_size=2
+    ),
+    st.sampled_from([(1, 9), (2, 9), (6, 9), (9,), (1, 2)]),
+    st.lists(st.integers(30, 33), max_size=3),
+    st.lists(st.integers(30, 33), max_size=3),
+)
+def test_after_other_tools_no_message_is_skipped(
+    turns: list[tuple[int, tuple[int, ...]]], sampled: tuple[int, ...], tools: list[int], other: list[int]
+) -> None:
+    prompt = [*other, *(token for user, shown in turns for token in (user, *MARK, *shown)), 102, *MARK]
+    before = [*tools, turns[0][0], *MARK]
+    output = LoggedOutput(Message("assistant", "x"), as_ids(sampled))
+    path = EarlierPath(as_ids(before), output, as_ids(sampled), len(before))
+    following = [Message(role, "d") for _ in turns[1:] for role in ("user", "assistant")]
+    aligned = Aligner(None, frozenset({9})).align(
+        as_ids(prompt), path, [*following, Message("user", "d")], other_tools=True
+    )
+    assert aligned is not None
+    if Permission.INEXACT not in aligned.needs:
+        assert prompt[aligned.end :].count(MARK[0]) == len(turns)
+
+
 def test_an_estimate_stays_in_range_and_needs_permission() -> None:
     for prompt, end in (([7, 5, 8], 2), ([7], 1), ([], 0)):
         aligned = align(prompt, [7], [1, 6], None, finish_reason="length")

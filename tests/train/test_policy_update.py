@@ -67,6 +67,20 @@ def test_rows_without_any_advantage_leave_the_weights_unchanged() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, policy.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("layout", ["rows", "auto"])
+@pytest.mark.parametrize("term", ["entropy_coefficient", "reference_kl_coefficient"])
+def test_a_row_without_any_weight_is_left_out_of_every_term(layout: str, term: str) -> None:
+    trained = make_row([1, 2], [3, 4], advantages=[1.0, 0.0])
+    masked = make_row([5, 6], [7, 3], weights=[0.0, 0.0])
+    config = UpdateConfig(layout=layout, max_batch_tokens=4, loss=LossConfig(**{term: 0.1}))  # type: ignore[arg-type]
+
+    def policy() -> PolicyUpdater:
+        return PolicyUpdater(tiny_model("qwen3"), config, tiny_model("qwen3"))
+
+    assert policy().update([trained, masked]) == policy().update([trained])
+    assert policy().update([masked])["loss"] == 0.0
+
+
 def test_the_second_pass_uses_the_logprobs_of_the_start_of_the_step() -> None:
     rows: list[TrainingRow] = [make_row([1, 2], [3], advantages=[1.0])]
     policy = updater(passes=2, learning_rate=0.05)

@@ -23,6 +23,9 @@ from branchline.timelines.prefix_index import starts_with
 
 TokenBytes = Callable[[int], bytes]
 _ANCHOR_TOKENS = 8
+"""Ids before the first output that have to be the same after a changed beginning."""
+_MARK_TOKENS = 3
+"""The last ids of a prompt, which open an answer: `<|im_start|>assistant` and a line break."""
 _REASONING_MARKER = re.compile(
     "|".join(re.escape(marker) for markers in REASONING_MARKERS.values() for marker in markers)
 )
@@ -109,7 +112,7 @@ class Aligner:
         `following` are the messages after the output; `other_tools` says that the later call has another
         tool list or other template arguments.
         """
-        start, method, first_output, needs = self._find_start(prompt, path, other_tools)
+        start, method, first_output, needs = self._find_start(prompt, path, following, other_tools)
         if method == AlignmentMethod.ESTIMATE and (path.reasoning.in_context or path.reasoning.in_outputs):
             return None
         end, end_method = self._find_end(prompt, start, path, following)
@@ -124,7 +127,7 @@ class Aligner:
         return Alignment(end, least_certain, first_output, needs)
 
     def _find_start(
-        self, prompt: Ids, path: EarlierPath, other_tools: bool
+        self, prompt: Ids, path: EarlierPath, following: Sequence[Message], other_tools: bool
     ) -> tuple[int, AlignmentMethod, int | None, Permissions]:
         """Returns where the output begins in the later prompt, how that was found, where the first output of
         the path begins, and what has to be allowed."""
@@ -140,12 +143,11 @@ class Aligner:
                 return start, AlignmentMethod.BYTES, first, frozenset((Permission.REPAIR,))
         changed_start = frozenset((Permission.IGNORE_TOOLS if other_tools else Permission.INEXACT,))
         if first_output is not None and not path.reasoning.in_context:
-            begin = max(0, first_output - _ANCHOR_TOKENS)
-            for sampled in (path.sampled, path.sampled[:0]):
-                start = _find_anchor(prompt, before, begin, sampled)
-                if start is not None:
-                    shifted = first_output + start - len(before)
-                    return start, AlignmentMethod.ANCHOR, shifted, changed_start
+            answers = sum(message.role == "assistant" for message in following)
+            shifted = _find_first_output(prompt, before, first_output, answers)
+            if shifted is not None:
+                start = shifted + len(before) - first_output
+                return start, AlignmentMethod.ANCHOR, shifted, changed_start
         return (
             min(len(before), len(prompt)),
             AlignmentMethod.ESTIMATE,
@@ -206,18 +208,27 @@ def _end_by_bytes(prompt: Ids, start: int, ids: Ids, token_bytes: TokenBytes) ->
     return len(prompt) if read == len(expected) else None
 
 
-def _find_anchor(prompt: Ids, before: Ids, begin: int, sampled: Ids) -> int | None:
-    """Returns the position after `before[begin:]`, where `sampled` follows; None if they do not occur."""
-    anchor = np.concatenate((before[begin:], sampled))
-    if not len(anchor) or len(anchor) > len(prompt):
+def _find_first_output(prompt: Ids, before: Ids, first_output: int, later_answers: int) -> int | None:
+    """Returns where the first output of a path begins in a prompt with another beginning: after as many
+    generation prompts as in the earlier prompt. Ids that look like the output are not searched for: they may
+    be those of a later turn. None if other ids stand just before it or from it on, or if too few generation
+    prompts follow for `later_answers`, the number of answers after the path."""
+    mark = before[max(0, first_output - _MARK_TOKENS) : first_output]
+    number, starts = len(_occurrences(before[:first_output], mark)), _occurrences(prompt, mark)
+    if not 0 < number <= len(starts):
         return None
-    # The same ids may occur earlier in the conversation: take the occurrence with the same number before it.
-    earlier = len(_occurrences(np.concatenate((before, sampled)), anchor)) - 1
-    starts = _occurrences(prompt, anchor)
-    return starts[earlier] + len(before) - begin if earlier < len(starts) else None
+    shifted = starts[number - 1] + len(mark)
+    end = shifted + len(before) - first_output
+    begin = shifted - min(first_output, _ANCHOR_TOKENS)
+    if begin < 0 or not np.array_equal(prompt[begin:end], before[max(0, first_output - _ANCHOR_TOKENS) :]):
+        return None
+    is_cut = starts[-1] + len(mark) == len(prompt) and sum(start >= end for start in starts) <= later_answers
+    return None if is_cut else shifted
 
 
 def _occurrences(ids: Ids, anchor: Ids) -> list[int]:
+    if not len(anchor):
+        return []
     starts = np.flatnonzero(ids[: max(0, len(ids) - len(anchor) + 1)] == anchor[0]).tolist()
     return [start for start in starts if np.array_equal(ids[start : start + len(anchor)], anchor)]
 

@@ -100,7 +100,8 @@ class PolicyUpdater:
         `progress` is the completed fraction of the run, for the schedule of the learning rate. The loss is
         Σ weight × token loss / `divisor`, by default the sum of the weights. Rows whose advantages are all 0
         change the weights only through a KL or entropy term; without one they are left out of the forward
-        pass, and so of the mean entropy, but not of the mean that the loss is. Raises BranchlineError and
+        pass, and so of the mean entropy, but not of the mean that the loss is. Rows without any weight are
+        left out of both. Raises BranchlineError and
         changes nothing if the loss or its gradient is not a finite number.
         """
         rate = self.config.learning_rate * (1 - progress if self.config.schedule == "linear" else 1)
@@ -108,9 +109,14 @@ class PolicyUpdater:
             group["lr"] = rate
         total = float(sum(row.weights.sum(dtype=np.float64) for row in rows))
         normalizer = (total if divisor is None else divisor) or 1.0
-        computed = list(rows)
-        if not (self.config.loss.reference_kl_coefficient or self.config.loss.entropy_coefficient):
-            computed = [row for row in rows if (row.advantages * row.weights).any()]
+        every_weight_counts = (
+            self.config.loss.reference_kl_coefficient or self.config.loss.entropy_coefficient
+        )
+        computed = [
+            row
+            for row in rows
+            if (row.weights if every_weight_counts else row.weights * row.advantages).any()
+        ]
         batches = self._pack(computed)
         if not batches:
             return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate}
