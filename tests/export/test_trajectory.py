@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from branchline import (
     export_samples,
     timelines_of,
 )
+from branchline.core.errors import InputError
 from branchline.core.sample import LogprobMeasurement
 from branchline.testing.plan_runner import PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator
@@ -50,6 +52,15 @@ def test_the_samples_are_those_of_the_session() -> None:
     assert trajectory.report == expected.report
     for one, other in zip(trajectory.samples, expected.samples, strict=True):
         assert_equal_samples(one, other)
+
+
+def test_a_copy_cannot_have_another_reward_than_its_samples() -> None:
+    trajectory = Trajectory.from_session(forked_session(), reward=1.0)
+    with pytest.raises(InputError, match=r"reward: got 0.25, expected that of the samples, 1.0; with_reward"):
+        replace(trajectory, reward=0.25)
+    scored = trajectory.with_reward(0.25)
+    assert {sample.reward for sample in scored.samples} == {scored.reward} == {0.25}
+    assert replace(scored, finished=False).samples == scored.samples
 
 
 def test_an_empty_session_is_an_empty_trajectory() -> None:

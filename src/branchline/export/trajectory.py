@@ -100,6 +100,7 @@ class Trajectory:
                 raise InputError(
                     "messages_and_choices: got others than its samples have, build a new Trajectory"
                 )
+            self._check_rewards()
             return
         _check_list("additional_histories", self.additional_histories, "histories")
         others = tuple(
@@ -288,6 +289,17 @@ class Trajectory:
         and agents that have a reward of their own keep it."""
         samples = [self._sample_with_reward(sample, reward, extras or {}) for sample in self.samples]
         return replace(self, reward=reward, samples=tuple(samples))
+
+    def _check_rewards(self) -> None:
+        """Raises InputError if the reward is another one than that of the samples, as after `replace`."""
+        for sample in self.samples:
+            if sample.agent in self.agent_rewards or any(span.is_timeline for span in sample.rewards):
+                continue
+            if sample.reward != self.reward:
+                raise InputError(
+                    f"reward: got {self.reward!r}, expected that of the samples, {sample.reward!r}; "
+                    "with_reward changes both"
+                )
 
     def _sample_with_reward(self, sample: Sample, reward: float, extras: Mapping[str, Any]) -> Sample:
         if not any(span.is_timeline for span in sample.rewards):
