@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from branchline import Message, ToolCall
+from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import SessionError
 from branchline.core.sample import Sample
 from branchline.export.jsonl import sample_from_json
+from branchline.export.samples import Export
 from branchline.export.tree_lines import samples_from_tree_lines
 from branchline.gateway.server import Gateway
 from branchline.runtime.managed_session import SessionRewarded
@@ -46,6 +47,17 @@ async def ask_as(a: Agent, name: str, *messages: Any) -> dict[str, Any]:
 
 async def samples_of(a: Agent, query: str = "") -> list[Sample]:
     return [sample_from_json(raw) for raw in (await a.get(f"/samples{query}"))["samples"]]
+
+
+def rewards_by_answer(export: Export) -> dict[str, list[float]]:
+    """Returns the scores of each answer by its text, over all samples."""
+    return {
+        ToyCodec().decode(sample.response_ids[span.start : span.end]): [
+            one.score for one in sample.rewards if (one.start, one.end) == (span.start, span.end)
+        ]
+        for sample in export.samples
+        for span in sample.rewards
+    }
 
 
 # -- agents ------------------------------------------------------------------------------------------
@@ -107,6 +119,60 @@ def test_a_timeline_overrides_its_agents_and_an_agent_its_session() -> None:
                 a, {"score": 0.1, "timeline": timeline}, {"score": 0.2, "agent": "solver"}, {"score": 0.3}
             )
             assert [sample.reward for sample in await samples_of(a)] == [0.1, 0.2, 0.3]
+
+    run(test)
+
+
+@pytest.mark.parametrize("change", ["retry", "edit", "sub_agent"])
+def test_a_turns_reward_stays_with_the_answer_that_it_named_when_it_was_posted(
+    tmp_path: Path, change: str
+) -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", journal=tmp_path / "j") as a:
+            is_reader = change == "sub_agent"
+            name, part = ("reader", {"turn": 1, "agent": "reader"}) if is_reader else ("main", {"turn": 1})
+            system = {"role": "system", "content": name}
+            question, other = ({"role": "user", "content": text} for text in ("question", "another"))
+            await ask_as(a, name, system, question)
+            noted = {"score": -1, **part, "id": "step"}
+            await post_all(a, noted, noted)
+            await ask_as(a, name, system, question if change == "retry" else other)
+            # A repetition of the request is known, although turn 1 is another answer now.
+            await post_all(a, noted, {"score": 1, **part})
+            assert rewards_by_answer(a.session.managed.export()) == {"A1": [-1.0], "A2": [1.0]}
+        async with Gateway(engine=a.engine, codec=a.engine.codec, journal=tmp_path / "j") as again:
+            export = again.sessions.get(a.session.id).export()
+        assert rewards_by_answer(export) == {"A1": [-1.0], "A2": [1.0]}
+        assert export.report.unassigned_rewards == 0
+
+    run(test)
+
+
+def test_one_answer_has_one_reward_however_it_is_named() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2") as a:
+            call = (await ask_as(a, "main", "p"))["id"]
+            await post_all(
+                a,
+                {"score": 1, "turn": 1},
+                {"score": 2, "turn": 1, "agent": "main"},
+                {"score": 3, "call": call},
+            )
+            assert rewards_by_answer(a.session.managed.export()) == {"A1": [3.0]}
+            await post_all(a, {"score": 4, "turn": 1}, {"score": 5, "turn": 1, "id": "other"})
+            assert rewards_by_answer(a.session.managed.export()) == {"A1": [4.0, 5.0]}
+
+    run(test)
+
+
+def test_a_reward_of_several_choices_is_assigned_if_one_sample_has_it() -> None:
+    async def test() -> None:
+        async with agent("A1", "B1") as a:
+            call = (await a.ask("p", n=2)).json()["id"]
+            await post_all(a, {"score": 1, "call": call})
+            for query, unassigned in (("", 0), ("?max_samples=1", 0), ("?drop=unknown&max_tokens=1", 1)):
+                report = (await a.get(f"/samples{query}"))["report"]
+                assert report["unassigned_rewards"] == unassigned
 
     run(test)
 
@@ -329,7 +395,6 @@ def test_rewards_that_an_older_release_recorded_are_read_as_they_were_meant(tmp_
             assert json.loads(sample.reward_extras) == {"note": "x", "reward": 0.5, "extras": [1]}
             assert [(span.score, span.turn, span.tool) for span in sample.rewards] == [
                 (0.4, None, "nobody"),
-                (0.1, 1, ""),
                 (0.6, 1, ""),
             ]
             assert managed.export().report.unassigned_rewards == 2

@@ -55,6 +55,8 @@ class Reward(TypedDict):
     """The answers of a call, by the id of its response."""
     turn: NotRequired[int]
     """An answer of the main conversation, or of an agent's, from 1 on."""
+    turn_node: NotRequired[int]
+    """The node of the answer that `turn` named when the reward was posted."""
     timeline: NotRequired[int]
     """All timelines through the node that ends or ended the timeline with this id."""
     tool: NotRequired[str]
@@ -100,11 +102,12 @@ def make_reward(
 def read_recorded_reward(recorded: Mapping[str, Any]) -> Reward:
     """Returns a reward of a journal or a snapshot. Releases that had no `extras` stored them beside the
     score."""
-    others = {name: value for name, value in recorded.items() if name not in _KNOWN_KEYS}
+    known_keys = (*_KNOWN_KEYS, "turn_node")
+    others = {name: value for name, value in recorded.items() if name not in known_keys}
     extras = recorded.get("extras")
     if not others and ("extras" not in recorded or isinstance(extras, dict)):
         return cast(Reward, dict(recorded))
-    known = {name: value for name, value in recorded.items() if name in _KNOWN_KEYS and name != "extras"}
+    known = {name: value for name, value in recorded.items() if name in known_keys and name != "extras"}
     kept = extras if isinstance(extras, dict) else {} if extras is None else {"extras": extras}
     return cast(Reward, {**known, "extras": {**others, **kept}})
 

@@ -13,9 +13,10 @@ A reward without one of the keys below is for the whole session; the last one co
 The tokens of an answer get the reward of their sample's timeline, else that of their agent, else that of the
 session. Rewards of calls, turns and tools are kept beside it.
 
-A later reward for the same part replaces the earlier one. Rewards with different `id`s are all kept, for
-several calls of one tool in one answer, for example. A reward stays with the ids that it is for: it is in the
-samples that train them, and in no other.
+A later reward for the same part replaces the earlier one, also if it names the part otherwise. Rewards with
+different `id`s are all kept, for several calls of one tool in one answer, for example. A reward stays with
+the ids that it is for: it is in the samples that train them, and in no other. The answer that a turn names
+is that of the time when the reward was posted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -87,11 +88,16 @@ class AssignedRewards:
     ) -> int:
         """Returns the number of rewards that no sample has, given the nodes that samples train, those on
         their paths and the agents whose answers they train."""
-        lost = [rewards for node, rewards in self.by_node.items() if node not in trained_nodes]
-        lost += [rewards for node, rewards in self.by_timeline_node.items() if node not in path_nodes]
-        lost += [rewards for agent, rewards in self.by_agent.items() if agent not in trained_agents]
-        lost += [] if path_nodes else [self.of_tools]
-        return self.unresolved + sum(map(len, lost))
+        places = [(rewards, node in trained_nodes) for node, rewards in self.by_node.items()]
+        places += [(rewards, node in path_nodes) for node, rewards in self.by_timeline_node.items()]
+        places += [(rewards, agent in trained_agents) for agent, rewards in self.by_agent.items()]
+        places += [(self.of_tools, bool(path_nodes))]
+        # By identity: a reward of a call with several choices is one reward at several nodes.
+        has_sample: dict[int, bool] = {}
+        for rewards, is_exported in places:
+            for reward in rewards:
+                has_sample[id(reward)] = has_sample.get(id(reward), False) or is_exported
+        return self.unresolved + sum(not found for found in has_sample.values())
 
 
 def _whole_reward(rewards: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -147,10 +153,11 @@ def sample_extras(session: Mapping[str, Any], spans: Sequence[RewardSpan]) -> st
     return encode_extras(merged)
 
 
-def check_reward_parts(tree: Tree, rewards: Sequence[Reward]) -> None:
-    """Raises MessageError, which names what there is, if a reward is for a part that the tree does not
-    have."""
-    parts = _TreeParts(tree)
+def resolve_reward_parts(tree: Tree, rewards: Sequence[Reward]) -> list[Reward]:
+    """Returns the rewards, those of turns with the answer that the turn is now: another branch may become
+    the conversation whose turns are numbered. Raises MessageError, which names what there is, if a reward is
+    for a part that the tree does not have."""
+    parts, resolved = _TreeParts(tree), list[Reward]()
     for reward in rewards:
         if "agent" in reward and reward["agent"] not in parts.agents:
             expected = f"an agent of this session: {_list_names(parts.agents)}"
@@ -170,6 +177,11 @@ def check_reward_parts(tree: Tree, rewards: Sequence[Reward]) -> None:
             where = "that part" if len(reward.keys() & {*PART_KEYS}) > 1 else "this session"
             expected = f"a tool that is called in {where}: {_list_names(tools)}"
             raise MessageError("tool", reward["tool"], expected)
+        if "turn" in reward:
+            (node,) = parts.answers(reward)
+            reward = {**reward, "turn_node": node.id}
+        resolved.append(reward)
+    return resolved
 
 
 def _list_names(names: Sequence[object]) -> str:
@@ -182,35 +194,51 @@ def assign_rewards(
     tree: Tree, rewards: Sequence[Mapping[str, Any]], fork_report: ForkReport
 ) -> AssignedRewards:
     """Returns the rewards for parts of a tree."""
-    latest: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for recorded in rewards:
-        if "score" in recorded and any(key in recorded for key in PART_KEYS):
-            reward = read_recorded_reward(recorded)
-            part = tuple(repr(reward.get(key)) for key in (*PART_KEYS, "id"))
-            latest.pop(part, None)
-            latest[part] = reward
     assigned, parts = AssignedRewards(), _TreeParts(tree, fork_report)
-    for one in latest.values():
-        _assign(assigned, parts, one)
+    # By what it is for, not by how that was named: a turn and a call may be one answer.
+    latest: dict[tuple[_Target, str, str], PartReward] = {}
+    for recorded in rewards:
+        if "score" not in recorded or recorded.keys().isdisjoint(PART_KEYS):
+            continue
+        reward = read_recorded_reward(recorded)
+        turn, tool = reward.get("turn"), str(reward.get("tool") or "")
+        part = PartReward(float(reward["score"]), turn, tool, extras=reward.get("extras", {}))
+        for target in _targets(parts, reward, tool):
+            key = (target, tool, repr(reward.get("id")))
+            latest.pop(key, None)
+            latest[key] = replace(part, agent=reward["agent"]) if target[0] == "agent" else part
+    for ((kind, name), _, _), part in latest.items():
+        if kind == "answer":
+            assigned.by_node.setdefault(cast(int, name), []).append(part)
+        elif kind == "timeline":
+            assigned.by_timeline_node.setdefault(cast(int, name), []).append(part)
+        elif kind == "agent":
+            assigned.by_agent.setdefault(cast(str, name), []).append(part)
+        elif kind == "tool":
+            assigned.of_tools.append(part)
+        else:
+            assigned.unresolved += 1
     return assigned
 
 
-def _assign(assigned: AssignedRewards, parts: _TreeParts, reward: Mapping[str, Any]) -> None:
-    turn, tool = reward.get("turn"), str(reward.get("tool") or "")
-    part = PartReward(float(reward["score"]), turn, tool, extras=reward.get("extras", {}))
-    if "call" in reward or turn is not None:
+_Target = tuple[Literal["answer", "timeline", "agent", "tool", "nothing"], str | int]
+"""A part of a tree and the id or the name that it has there."""
+
+
+def _targets(parts: _TreeParts, reward: Mapping[str, Any], tool: str) -> list[_Target]:
+    """Returns what a reward is for."""
+    targets: list[_Target] = []
+    if "call" in reward or reward.get("turn") is not None:
         answers = [node for node in parts.answers(reward) if not tool or _has_tool_call(node, tool)]
-        for node in answers:
-            assigned.by_node.setdefault(node.id, []).append(part)
-        assigned.unresolved += not answers
-    elif "timeline" in reward and not parts.has_timeline(int(reward["timeline"])):
-        assigned.unresolved += 1
+        targets = [("answer", node.id) for node in answers]
     elif "timeline" in reward:
-        assigned.by_timeline_node.setdefault(int(reward["timeline"]), []).append(part)
+        node_id = int(reward["timeline"])
+        targets = [("timeline", node_id)] if parts.has_timeline(node_id) else []
     elif "agent" in reward:
-        assigned.by_agent.setdefault(reward["agent"], []).append(replace(part, agent=reward["agent"]))
+        targets = [("agent", reward["agent"])]
     else:
-        assigned.of_tools.append(part)
+        targets = [("tool", "")]
+    return targets or [("nothing", repr([reward.get(key) for key in PART_KEYS]))]
 
 
 def _has_tool_call(node: Node, tool: str) -> bool:
@@ -256,14 +284,21 @@ class _TreeParts:
         """Returns the sampled nodes of the part that a reward, for a tool perhaps, is for."""
         if "call" in reward:
             call = self.calls.get(str(reward["call"]))
-            while call is not None and self._tree.is_resumed(call):
-                # The answer of a resumed call is in the call that continued it.
-                call = self._continued_by[call.index]
-            return [self._tree.nodes[node_id] for node_id in call.outputs] if call is not None else []
+            return [] if call is None else self._outputs(call)
+        if "turn_node" in reward:
+            node = self._tree.nodes[reward["turn_node"]]
+            call = self._tree.call_of(node)
+            return self._outputs(call) if self._tree.is_resumed(call) else [node]
         if "turn" in reward:
             return self.conversation(reward)[reward["turn"] - 1 : reward["turn"]]
         sampled = [node for node in self._tree.nodes if node.is_sampled]
         return [node for node in sampled if "agent" not in reward or node.agent == reward["agent"]]
+
+    def _outputs(self, call: Call) -> list[Node]:
+        """Returns the answers of a call; those of a resumed call are in the call that continued it."""
+        while self._tree.is_resumed(call):
+            call = self._continued_by[call.index]
+        return [self._tree.nodes[node_id] for node_id in call.outputs]
 
     def tools(self, reward: Mapping[str, Any]) -> list[str]:
         """Returns the names of the tools that the answers of a part call."""

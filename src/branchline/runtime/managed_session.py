@@ -21,7 +21,7 @@ from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.option_checks import check_count
 from branchline.core.reward import PART_KEYS, Reward, read_recorded_reward
-from branchline.export.rewards import check_reward_parts, session_reward
+from branchline.export.rewards import resolve_reward_parts, session_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
@@ -289,21 +289,22 @@ class ManagedSession:
                 self.require_open()
             else:
                 self.require_journal()
-            await self._check_parts([read_recorded_reward(record.reward) for record in records])
+            resolved = await self._resolve_parts([read_recorded_reward(record.reward) for record in records])
             self.last_used = time.monotonic()
-            for record in records:
-                if "id" in record.reward and record.reward in self.rewards:
+            for record, reward in zip(records, resolved, strict=True):
+                if "id" in reward and record.reward in map(_as_posted, self.rewards):
                     continue
+                record = msgspec.structs.replace(record, reward=dict(reward))
                 await self._append_record(record)
                 self.apply(record)
 
-    async def _check_parts(self, rewards: Sequence[Reward]) -> None:
+    async def _resolve_parts(self, rewards: Sequence[Reward]) -> Sequence[Reward]:
         if all(reward.keys().isdisjoint(PART_KEYS) for reward in rewards):
-            return
+            return rewards
         if self.session.tree.token_count <= _INLINE_TOKENS:
-            check_reward_parts(self.session.snapshot(), rewards)
-        else:  # finding the main conversation of a large tree takes a while
-            await asyncio.to_thread(lambda: check_reward_parts(self.session.snapshot(), rewards))
+            return resolve_reward_parts(self.session.snapshot(), rewards)
+        # finding the main conversation of a large tree takes a while
+        return await asyncio.to_thread(lambda: resolve_reward_parts(self.session.snapshot(), rewards))
 
     async def add_compaction(self, prefix: CompactedPrefix) -> None:
         """Applies an edit to all calls that begin with its messages, once the journal has it."""
@@ -430,3 +431,8 @@ SessionObserver = Callable[[ManagedSession], None]
 def hash_key(key: str) -> bytes:
     """The hash under which a key is stored. Compare hashes in constant time."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _as_posted(reward: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recorded reward without what was found when it was posted."""
+    return {name: value for name, value in reward.items() if name != "turn_node"}
