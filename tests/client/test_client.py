@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from branchline import AsyncClient, Client, Export, ExportPolicy, Gateway, ToyCodec, Tree
+from branchline import AsyncClient, Client, Export, ExportPolicy, Gateway, ToyCodec, Tree, training_rows
 from branchline.core.errors import GatewayError, InputError, SessionError
 from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.vllm import VllmEngine
+from branchline.export.credit import group_statistics
 from branchline.export.jsonl import sample_from_json, sample_to_json
 from branchline.gateway.config import GatewayConfig
 from branchline.runtime.router import Router
@@ -174,6 +175,25 @@ def test_a_group_is_the_trajectories_of_its_ended_sessions(kind: str) -> None:
             assert group.trajectories[0].reward == 1.0
             assert not group.trajectories[1].samples
             assert len((await sessions[1].export(include_aborted=True)).samples) == 1
+
+    run(test)
+
+
+@both
+def test_a_session_without_an_answered_call_is_left_out_of_its_group(kind: str) -> None:
+    async def test() -> None:
+        async with agent(*"AB") as a, open_client(kind, a.gateway.url, a.gateway.admin_key) as client:
+            for score in (0.0, 1.0, 10.0):
+                session = await client.open_session(group="g")
+                if score < 10:
+                    await ask(a, session, "p")
+                await session.reward(score)
+                await session.finalize()
+            group = await client.trajectory_group("g")
+            assert [trajectory.failed for trajectory in group] == [False, False, True]
+            assert group_statistics(group).mean == 0.5
+            rows = training_rows([group], group_std="none")
+            assert [float(row.advantages[-1]) for row in rows] == [-0.5, 0.5]
 
     run(test)
 

@@ -133,6 +133,36 @@ def test_oversampled_sessions_are_aborted_when_enough_have_finished() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("where", ["agent", "reward", "judge"])
+def test_an_error_with_half_an_emoji_fails_its_session_only(tmp_path: Path, where: str) -> None:
+    async def test() -> None:
+        broken = ValueError("cannot parse \ud83d")
+
+        async def work(task: Mapping[str, Any], session: Any) -> None:
+            await ask(session, "q")
+            if where == "agent" and task["id"] == "0":
+                raise broken
+
+        def score(task: Mapping[str, Any], trajectory: Any) -> float:
+            if where != "agent" and task["id"] == "0":
+                raise broken
+            return 1.0
+
+        def judge(task: Mapping[str, Any], trajectories: Any) -> list[float]:
+            return [score(task, trajectory) for trajectory in trajectories]
+
+        async with scripted_gateway(journal=tmp_path / "journal") as gateway:
+            scoring: dict[str, Any] = {"judge": judge} if where == "judge" else {"reward": score}
+            stats = await Rollout(gateway, work, sinks=[JsonlSink(tmp_path)], **scoring).run(TASKS)
+        assert (stats.finished, stats.failed) == (3, 1)
+        (failed,) = [
+            line for line in read_lines(tmp_path / "trajectories.jsonl") if line["status"] == "failed"
+        ]
+        assert failed["error"].endswith("cannot parse \ufffd")
+
+    run(test)
+
+
 def test_a_rollout_stops_when_enough_tasks_are_finished() -> None:
     async def test() -> None:
         never = asyncio.Event()

@@ -280,7 +280,8 @@ class AsyncClientSession(SessionAddress):
         return await asyncio.to_thread(snapshot.export, policy, include_aborted=include_aborted)
 
     async def trajectory(self, policy: ExportPolicy | None = None) -> Trajectory:
-        """Returns the trajectory of the session as it is now; an aborted one has failed."""
+        """Returns the trajectory of the session as it is now; it has failed if the session was aborted, or no
+        call of it was answered."""
         snapshot = await self.snapshot()
         return await asyncio.to_thread(snapshot.trajectory, policy)
 

@@ -257,7 +257,8 @@ class ClientSession(SessionAddress):
         return self._thread.run(self._session.export(policy, include_aborted=include_aborted))
 
     def trajectory(self, policy: ExportPolicy | None = None) -> Trajectory:
-        """Returns the trajectory of the session as it is now; an aborted one has failed."""
+        """Returns the trajectory of the session as it is now; it has failed if the session was aborted, or no
+        call of it was answered."""
         return self._thread.run(self._session.trajectory(policy))
 
     def delete(self) -> None:

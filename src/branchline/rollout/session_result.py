@@ -16,6 +16,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
 
+from branchline.core.reader import replace_surrogates
 from branchline.core.sample import Sample
 from branchline.export.columns import SampleOrigin, SampleRow
 from branchline.export.histories import History
@@ -83,6 +84,10 @@ class SessionEnd:
     cause: EndCause | None = None
     """None: it finished."""
     error: str = ""
+
+    def __post_init__(self) -> None:
+        # Files and the journal are UTF-8, and an exception may quote half an emoji.
+        object.__setattr__(self, "error", replace_surrogates(self.error))
 
     @classmethod
     def from_error(cls, error: BaseException) -> SessionEnd:

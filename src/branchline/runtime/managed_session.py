@@ -20,6 +20,7 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.option_checks import check_count
+from branchline.core.reader import replace_surrogates
 from branchline.core.reward import PART_KEYS, Reward, read_recorded_reward
 from branchline.export.rewards import resolve_reward_parts, session_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream
@@ -27,10 +28,9 @@ from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
 from branchline.runtime.request_fields import CONSTRAINT_FIELDS, SAMPLING_FIELDS
-from branchline.runtime.session_snapshot import SessionSnapshot
+from branchline.runtime.session_snapshot import SessionSnapshot, count_answered_calls
 from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
-from branchline.tree.match import UNDELIVERED
 from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, TreeDelta, decode_array, encode_record
 
@@ -210,12 +210,7 @@ class ManagedSession:
 
     @property
     def answered_calls(self) -> int:
-        """Calls that a client continued, or whose answers were neither cancelled nor lost on their way."""
-        tree = self.session.tree
-        return sum(
-            tree.delivery(call) not in UNDELIVERED or any(tree.nodes[node].children for node in call.outputs)
-            for call in tree.calls
-        )
+        return count_answered_calls(self.session.tree)
 
     def is_idle(self, idle_s: float) -> bool:
         """Whether the session takes calls and was not used for `idle_s` seconds; never with 0."""
@@ -327,6 +322,7 @@ class ManagedSession:
         if self.state == state:
             return
         self.require_open()
+        reason = replace_surrogates(reason)  # An exception may quote half an emoji; the journal is UTF-8.
         before = self.state, self.reason
         self.state, self.reason = state, reason
         self.last_used = time.monotonic()
@@ -416,7 +412,7 @@ class ManagedSession:
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None
     ) -> Trajectory:
-        """Returns the trajectory of the session as of now; an aborted one has failed."""
+        """Returns the trajectory as of now; it has failed if it is aborted or no call was answered."""
         return self.snapshot().trajectory(policy, metrics=metrics)
 
     async def _append_record(self, record: SessionRewarded | SessionEnded | SessionCompacted) -> None:

@@ -20,6 +20,7 @@ from branchline.core.sample import DropReason, ExportReport
 from branchline.export.rewards import session_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream, export_nothing
 from branchline.export.trajectory import Trajectory
+from branchline.tree.match import UNDELIVERED
 from branchline.tree.media import detach_payloads, restore_payloads
 from branchline.tree.tree import (
     NO_NODE,
@@ -34,6 +35,15 @@ from branchline.tree.tree import (
 
 FORMAT = 1
 """The number of the encoded form; it changes if older readers cannot read it."""
+
+
+def count_answered_calls(tree: Tree) -> int:
+    """Returns how many calls a client continued, or had answers that were neither cancelled nor lost on their
+    way."""
+    return sum(
+        tree.delivery(call) not in UNDELIVERED or any(tree.nodes[node].children for node in call.outputs)
+        for call in tree.calls
+    )
 
 
 @dataclass(frozen=True)
@@ -97,8 +107,8 @@ class SessionSnapshot:
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None
     ) -> Trajectory:
-        """Returns the trajectory; that of an aborted session has failed. Evaluation sessions and aborted ones
-        have no samples."""
+        """Returns the trajectory; that of an aborted session has failed, and so has one without an answered
+        call. Evaluation sessions and aborted ones have no samples."""
         is_aborted = self.state == "aborted"
         trajectory = Trajectory.from_tree(
             self.tree,
@@ -106,7 +116,7 @@ class SessionSnapshot:
             rewards=self.rewards,
             metrics=metrics,
             policy=policy or self.export_policy,
-            failed=is_aborted,
+            failed=is_aborted or count_answered_calls(self.tree) == 0,
         )
         if not self.is_eval and not is_aborted:
             return trajectory
