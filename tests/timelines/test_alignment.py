@@ -184,6 +184,22 @@ def test_a_prompt_that_dropped_reasoning_is_not_aligned_unless_the_bytes_show_it
     assert shown.method == AlignmentMethod.BYTES
 
 
+def test_with_a_tokenizer_a_repaired_answer_has_the_sampled_text_apart_from_spaces() -> None:
+    spaced = {**TOKEN_BYTES, 11: b" "}.__getitem__
+    for sampled, shown in (([4, 1, 6, 9], [1, 6, 9]), ([1, 6, 8, 9], [3, 4, 9]), ([1, 6, 9], [4, 3, 4, 9])):
+        aligned = align([7, *shown, 8], [7], sampled, spaced, stop_ids=frozenset({9}))
+        assert aligned.method == AlignmentMethod.ESTIMATE, "the log's message has the text abc"
+    aligned = align([7, 1, 11, 6, 9, 8], [7], [11, 5, 9], spaced, stop_ids=frozenset({9}))
+    assert end_and_method(aligned) == (5, AlignmentMethod.STOP_TOKEN)
+
+
+def test_reasoning_that_only_the_sampled_ids_have_is_reasoning() -> None:
+    thinks = {**TOKEN_BYTES, 11: b"<think>", 12: b"</think>"}.__getitem__
+    sampled = as_ids([11, 2, 12, 5, 9])
+    path = EarlierPath(as_ids([7]), LoggedOutput(Message("assistant", "abc"), sampled), sampled, 1)
+    assert Aligner(thinks, frozenset({9})).align(as_ids([7, 5, 9, 8]), path, NEXT) is None
+
+
 token_lists = st.lists(st.sampled_from(sorted(TOKEN_BYTES)), max_size=8)
 
 

@@ -230,6 +230,40 @@ def test_an_agent_that_compacted_answers_after_its_compaction(
     assert main_text(solved) == "All done."
 
 
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+@pytest.mark.parametrize("agent", ["", "solver"])
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_a_compaction_without_tools_is_no_side_call(
+    session: Session, system: list[Message], agent: str, tools: tuple[dict[str, object], ...]
+) -> None:
+    messages = [*system, TASK]
+    messages.append(commit_reply(session, messages, ANSWER, agent=agent, tools=tools))
+    ask = Message("user", "Summarise everything so far.")
+    summary = commit_reply(session, [*messages, ask], "In short, three files were counted.", agent=agent)
+    after = Message("user", f"Before: {summary.content} Go on.")
+    commit_reply(session, [*system, after], "All done.", agent=agent)
+    assert main_text(session) == "All done."
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+def test_a_compacted_conversation_may_use_the_first_tools(session: Session, system: list[Message]) -> None:
+    messages = [*system, TASK]
+    messages.append(commit_reply(session, messages, ANSWER))
+    ask = Message("user", "Summarise everything so far.")
+    summary = commit_reply(session, [*messages, ask], "In short, three files were counted.")
+    messages = [*system, Message("user", f"Before: {summary.content} Go on.")]
+    messages.append(commit_reply(session, messages, "I count the folders now."))
+    commit_reply(session, [*messages, Message("user", "Use the tool.")], "All done.", tools=TOOLS)
+    assert main_text(session) == "All done."
+
+
+def test_a_remark_on_an_answer_with_tools_is_a_side_call(session: Session) -> None:
+    commit_reply(session, [TASK], ANSWER, tools=TOOLS)
+    commit_reply(session, [Message("user", f"Suggest three questions about: {ANSWER}")], "Which files?")
+    assert fork_causes(session) == [Cause.SIDE_CALL]
+    assert main_text(session) == ANSWER
+
+
 def test_the_compaction_of_a_helper_is_the_helpers(session: Session) -> None:
     spawn = Message("assistant", "", tool_calls=(ToolCall("agent", f'{{"task": "{TASK.content}"}}', "c1"),))
     commit_reply(session, [SYSTEM, Message("user", "Do everything there is to do.")], spawn)

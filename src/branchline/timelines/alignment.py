@@ -116,7 +116,8 @@ class Aligner:
         if method == AlignmentMethod.ESTIMATE and (path.reasoning.in_context or path.reasoning.in_outputs):
             return None
         end, end_method = self._find_end(prompt, start, path, following)
-        if end_method in (AlignmentMethod.STOP_TOKEN, AlignmentMethod.ESTIMATE) and path.reasoning.in_output:
+        is_uncertain = end_method in (AlignmentMethod.STOP_TOKEN, AlignmentMethod.ESTIMATE)
+        if is_uncertain and (path.reasoning.in_output or self._shows_reasoning(path.sampled)):
             # The template has probably dropped the reasoning.
             return None
         if end_method in (AlignmentMethod.BYTES, AlignmentMethod.STOP_TOKEN):
@@ -170,6 +171,13 @@ class Aligner:
             return end, AlignmentMethod.STOP_TOKEN
         return _end_by_estimate(prompt, start, output.message, following), AlignmentMethod.ESTIMATE
 
+    def _shows_reasoning(self, sampled: Ids) -> bool:
+        """Whether sampled ids have reasoning that the logged message may lack."""
+        if self.token_bytes is None:
+            return False
+        text = b"".join(map(self.token_bytes, sampled.tolist())).decode("utf-8", "replace")
+        return _REASONING_MARKER.search(text) is not None
+
     def _end_by_stop_token(self, prompt: Ids, start: int, sampled: Ids, output: LoggedOutput) -> int | None:
         """Returns the position after the first stop token, if the output ended with the same one."""
         if output.finish_reason == "length" or output.finish_reason in CANCELLED_REASONS:
@@ -182,8 +190,10 @@ class Aligner:
             return None
         end = start + int(stops[0]) + 1
         if self.token_bytes is not None:
-            shown = b"".join(map(self.token_bytes, prompt[start:end].tolist()))
-            if output.message.content.strip().encode("utf-8", "replace") not in shown:
+            shown, written = (
+                b"".join(map(self.token_bytes, ids.tolist())).split() for ids in (prompt[start:end], sampled)
+            )
+            if b"".join(shown) != b"".join(written):
                 return None
         return end
 

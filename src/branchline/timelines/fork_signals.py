@@ -221,7 +221,9 @@ class ForkSignals(Branches):
         if call is self.main_call or branch.id in self._continued:
             return False
         if main.requested_config_digest:
-            return not call.requested_config_digest and not self._continues_without_tools(branch)
+            if call.requested_config_digest or self._continues_without_tools(branch):
+                return False
+            return not self._is_compacted(branch, without_tools=True)
         task = self._first_user_text(main)
         if len(task) < MIN_TASK_CHARS or not any(
             task in message.content and task != message.content.strip()
@@ -250,11 +252,14 @@ class ForkSignals(Branches):
             return False
         return self._first_user_text(self.first_call(branch)).startswith(task)
 
-    def _is_compacted(self, branch: Node) -> bool:
-        """Whether a branch that quotes the task also quotes a summary under the same system prompt: an output
-        without the request for it. A transcript has both."""
+    def _is_compacted(self, branch: Node, *, without_tools: bool = False) -> bool:
+        """Whether a branch quotes a summary under the same system prompt: an output without the request for
+        it. A transcript has both. With `without_tools`, the summary has to lack tools too; else a remark on
+        an answer lacks what the answer had."""
         quoted = self.quoted_output(branch)
         if quoted is None or quoted.parent is None or not self.have_one_system_prompt(quoted, branch):
+            return False
+        if without_tools and self._tree.call_of(quoted).requested_config_digest:
             return False
         request = quoted.parent.message.content.strip()
         return not any(request in message.content for message in self.prompt_messages_below(branch))
