@@ -193,6 +193,20 @@ def test_with_a_tokenizer_a_repaired_answer_has_the_sampled_text_apart_from_spac
     assert end_and_method(aligned) == (5, AlignmentMethod.STOP_TOKEN)
 
 
+def test_with_a_tokenizer_an_estimate_ends_where_the_text_of_the_answer_does() -> None:
+    # The answer `abc` was cut off before its stop string 7; 9 and 8 are the template's.
+    stops = frozenset({9})
+    for sampled, shown, end in (
+        ([1, 6, 7], [3, 4, 9, 8, 8, 8], 3),
+        ([1, 6, 7, 9], [3, 4, 9, 8, 8, 8], 4),
+        ([11, 1, 6, 7], [5, 9, 8, 8, 8], 2),
+    ):
+        spaced = {**TOKEN_BYTES, 11: b" "}.__getitem__
+        answer = " abc" if sampled[0] == 11 else "abc"
+        aligned = align([7, *shown], [7], sampled, spaced, stop_ids=stops, answer=answer)
+        assert aligned == Alignment(end, AlignmentMethod.ESTIMATE, 1, frozenset({Permission.INEXACT}))
+
+
 def test_reasoning_that_only_the_sampled_ids_have_is_reasoning() -> None:
     thinks = {**TOKEN_BYTES, 11: b"<think>", 12: b"</think>"}.__getitem__
     sampled = as_ids([11, 2, 12, 5, 9])

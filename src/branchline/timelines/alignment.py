@@ -55,7 +55,7 @@ class AlignmentMethod(StrEnum):
     STOP_TOKEN = "stop_token"
     """Other ids, up to the known stop token of the output."""
     ESTIMATE = "estimate"
-    """Estimated from text lengths; a tokenizer makes it certain."""
+    """Estimated from text lengths, or with a tokenizer from the text of the logged answer."""
 
 
 _BY_CERTAINTY = list(AlignmentMethod)
@@ -169,7 +169,22 @@ class Aligner:
         end = self._end_by_stop_token(prompt, start, sampled, output)
         if end is not None:
             return end, AlignmentMethod.STOP_TOKEN
-        return _end_by_estimate(prompt, start, output.message, following), AlignmentMethod.ESTIMATE
+        end = self._end_by_text(prompt, start, sampled, output.message)
+        if end is None:
+            end = _end_by_estimate(prompt, start, output.message, following)
+        return end, AlignmentMethod.ESTIMATE
+
+    def _end_by_text(self, prompt: Ids, start: int, sampled: Ids, message: Message) -> int | None:
+        """Returns the position after the text of an answer that has other ids: a stop string was cut off, or
+        white space. Its stop token is included if the answer ended with the same one."""
+        if self.token_bytes is None or message.tool_calls or not message.content.strip():
+            return None
+        for text in (message.content, message.content.strip()):
+            end = _end_of_text(prompt, start, text.encode("utf-8", "replace"), self.token_bytes)
+            if end is not None:
+                is_stop = len(sampled) > 0 and int(sampled[-1]) in self.stop_ids
+                return end + (is_stop and end < len(prompt) and int(prompt[end]) == int(sampled[-1]))
+        return None
 
     def _shows_reasoning(self, sampled: Ids) -> bool:
         """Whether sampled ids have reasoning that the logged message may lack."""
@@ -206,7 +221,10 @@ def has_reasoning(message: Message) -> bool:
 def _end_by_bytes(prompt: Ids, start: int, ids: Ids, token_bytes: TokenBytes) -> int | None:
     """Returns the position after the ids from `start` on whose bytes are those of `ids`; None if they
     differ or a token crosses the end."""
-    expected = b"".join(map(token_bytes, ids.tolist()))
+    return _end_of_text(prompt, start, b"".join(map(token_bytes, ids.tolist())), token_bytes)
+
+
+def _end_of_text(prompt: Ids, start: int, expected: bytes, token_bytes: TokenBytes) -> int | None:
     read = 0
     for position, token in enumerate(prompt[start:].tolist(), start=start):
         if read == len(expected):
