@@ -306,6 +306,15 @@ def test_answers_with_other_reasoning_are_not_equal(merge: Merge) -> None:
     assert {entry["reason"] for entry in merge(lines, "--dedupe")[0]["dropped"]} == {"no_token_ids"}
 
 
+def test_equal_choices_of_one_response_in_lines_of_their_own_are_two_samples(merge: Merge) -> None:
+    lines = [log_line([U], "first", PROMPT, [20, STOP]) for _ in range(2)]
+    for index, line in enumerate(lines):
+        line["response"]["id"] = "r"
+        line["response"]["choices"][0]["index"] = index
+    report, samples = merge(lines)
+    assert (report["logged_twice"], len(samples)) == ([], 2)
+
+
 def test_a_call_that_was_logged_twice_is_trained_once_and_counted(merge: Merge) -> None:
     call = {**JOINED[0], "response": {**JOINED[0]["response"], "id": "chatcmpl-1"}}
     report, samples = merge([call, call, JOINED[1]])

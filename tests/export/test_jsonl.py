@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from branchline import ExportPolicy, Generation, Message, Request, Sample, Session, ToyCodec, export_samples
+from branchline.core.errors import InputError
 from branchline.core.message import Media
+from branchline.core.token_arrays import as_ids
 from branchline.export.jsonl import read_jsonl, sample_from_json, sample_to_json, write_jsonl
 
 
@@ -73,3 +76,40 @@ def test_the_data_of_an_image_is_written_once_in_a_file(tmp_path: Path) -> None:
     assert target.read_text().count(base64.b64encode(cat.payload).decode()) == 1
     assert target.read_text().count(base64.b64encode(dog.payload).decode()) == 1
     assert sample_to_json(written[0])["media"][0]["data"]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("response_mask", [1]),
+        ("response_mask", [1, 2]),
+        ("response_mask", ["1", "0"]),
+        ("response_mask", [True, False]),
+        ("response_versions", [0]),
+        ("response_ids", [4, 5.5]),
+        ("response_ids", [4, -1]),
+        ("response_ids", [4, 2**40]),
+        ("prompt_ids", [[1]]),
+        ("prompt_ids", None),
+        ("reward", "1"),
+        ("reward", True),
+        ("exact", "no"),
+        ("missing_logprobs", 1.5),
+        ("session", 3),
+    ],
+)
+def test_a_line_with_a_value_that_no_export_writes_is_refused(
+    tmp_path: Path, column: str, value: object
+) -> None:
+    sample = replace(
+        samples()[0],
+        response_ids=as_ids([4, 5]),
+        response_mask=np.ones(2, np.int8),
+        response_logprobs=np.full(2, -0.5, np.float32),
+        response_versions=np.zeros(2, np.int32),
+        shares=np.ones(2, np.float32),
+    )
+    target = tmp_path / "samples.jsonl"
+    target.write_text(json.dumps({**sample_to_json(sample), column: value}) + "\n")
+    with pytest.raises(InputError, match=rf":1: .*{column}: got"):
+        list(read_jsonl(target))

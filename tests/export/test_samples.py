@@ -190,3 +190,10 @@ def test_a_sample_is_not_cut_inside_a_message_with_an_image() -> None:
         assert len(sample) == (limit if has_second else image_start)
         assert sample.truncated_tokens == len(whole) - len(sample)
         assert export.report.is_balanced
+
+
+def test_a_replacement_for_missing_logprobs_is_a_logprob() -> None:
+    with pytest.raises(
+        ExportError, match=r"missing_logprob: got 5.0, expected a finite number of at most 0, or None"
+    ):
+        ExportPolicy(missing_logprob=5.0)

@@ -206,3 +206,10 @@ def test_half_a_character_is_replaced_wherever_it_is(tmp_path: Path) -> None:
     reader = LogReader(path)
     (call,) = reader
     assert (call.session, reader.replaced_text) == ("\ufffd", [1])
+
+
+def test_ids_that_the_logprobs_name_otherwise_are_refused(tmp_path: Path) -> None:
+    entries = [{"token": f"token_id:{token}", "logprob": -0.5} for token in (3, 7)]
+    path = write_log(tmp_path, log_line(response__choices__0__logprobs__content=entries))
+    with pytest.raises(LogError, match=r"content\[1\].token: got 'token_id:7', expected token_id:4"):
+        read_log(path)

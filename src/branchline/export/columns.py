@@ -127,6 +127,13 @@ OPTIONAL_COLUMNS = frozenset({"rewards", "answers", "reward_extras", *(one.name 
 """Columns that older files do not have."""
 ARRAY_TYPES: dict[str, type[np.generic]] = {"int8s": np.int8, "int32s": np.int32, "float32s": np.float32}
 
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "text": ((str,), "a text"),
+    "integer": ((int,), "an integer"),
+    "number": ((int, float), "a number"),
+    "flag": ((bool,), "true or false"),
+}
+
 
 @dataclass(frozen=True)
 class SampleOrigin:
@@ -174,6 +181,22 @@ class SampleRow:
             elif column.name != "prompt_ids" and len(value) != len(self.sample.response_ids):
                 count = len(self.sample.response_ids)
                 self._refuse(column.name, f"{len(value)} values", f"{count}, as many as response_ids")
+        return self
+
+    def check_values(self) -> SampleRow:
+        """Returns the row. Raises InputError, with sample and column, for values that no export writes."""
+        sample = self.sample
+        for column in FILE_COLUMNS:
+            types, expected = _TYPES.get(column.kind, ((), ""))
+            value = self.value(column) if types else None
+            may_be_null = column in ORIGIN_COLUMNS or column.name == "reward"
+            if types and type(value) not in types and not (value is None and may_be_null):
+                self._refuse(column.name, repr(value), expected)
+        for name, ids in (("prompt_ids", sample.prompt_ids), ("response_ids", sample.response_ids)):
+            if (ids < 0).any():
+                self._refuse(name, "a negative id", "ids from 0 on")
+        if not np.isin(sample.response_mask, (0, 1)).all():
+            self._refuse("response_mask", repr(sample.response_mask.tolist())[:80], "0 and 1")
         return self
 
     def _check_values(self, name: str, value: object) -> None:

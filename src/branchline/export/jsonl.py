@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from branchline.core.errors import InputError
 from branchline.core.sample import DroppedTokens, ExportReport, Sample
@@ -142,8 +143,15 @@ def read_jsonl_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
         for number, line in enumerate(file, 1):
             try:
                 raw = msgspec.json.decode(line)
-                row = SampleRow(sample_from_json(raw, payloads), make_origin(raw))
-            except (msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError) as error:
+                row = SampleRow(sample_from_json(raw, payloads), make_origin(raw)).check().check_values()
+            except (
+                msgspec.DecodeError,
+                LookupError,
+                TypeError,
+                ValueError,
+                OverflowError,
+                InputError,
+            ) as error:
                 raise InputError(
                     f"{path}:{number}: got {line[:80]!r}, expected a sample: {error!r}"
                 ) from error
@@ -158,7 +166,7 @@ def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None =
         if column.kind == "float32s":
             row[column.name] = [np.nan if value is None else value for value in raw[column.name]]
         if column.kind in ARRAY_TYPES:
-            array = np.array(row[column.name], ARRAY_TYPES[column.kind])
+            array = _read_array(column, row[column.name])
             if column.kind == "float32s":
                 array[array == _MIN_FLOAT32] = -np.inf
             row[column.name] = array
@@ -167,3 +175,16 @@ def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None =
         for media in raw["media"]
     ]
     return make_sample(row, {} if payloads is None else payloads)
+
+
+def _read_array(column: Column, values: object) -> NDArray[Any]:
+    array: NDArray[Any] = np.array(values)
+    kinds = "iuf" if column.kind == "float32s" else "iu"
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        kind = "numbers or null" if column.kind == "float32s" else "integers"
+        raise InputError(f"{column.name}: got {str(values)[:80]}, expected a list of {kind}")
+    if array.size and array.dtype.kind in "iu":
+        array = array.astype(np.int64)
+        if (array != array.astype(ARRAY_TYPES[column.kind])).any():
+            raise InputError(f"{column.name}: got {str(values)[:80]}, expected smaller numbers")
+    return array.astype(ARRAY_TYPES[column.kind])

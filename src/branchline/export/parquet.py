@@ -88,7 +88,7 @@ def read_parquet_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
                 raise InputError(f"{path}: {error}") from error
             for index in range(batch.num_rows):
                 row = {name: rows[index] for name, rows in values.items()}
-                yield SampleRow(make_sample(row, payloads), make_origin(row))
+                yield SampleRow(make_sample(row, payloads), make_origin(row)).check().check_values()
 
 
 def open_part(path: str | os.PathLike[str]) -> list[str]:

@@ -87,7 +87,7 @@ class ExportPolicy:
             raise ExportError(str(error)) from error
         try:
             if self.missing_logprob is not None:
-                check_number("missing_logprob", self.missing_logprob)
+                check_number("missing_logprob", self.missing_logprob, most=0)
             if self.max_samples is not None:
                 check_count("max_samples", self.max_samples, 1)
             if self.max_tokens is not None:

@@ -48,6 +48,8 @@ class LoggedOutput:
     finish_reason: str = "stop"
     ids_were_sampled: bool = True
     """False if the log had no ids and these were encoded from its text."""
+    index: int = 0
+    """The number of the choice in its response, also if it is logged in a line of its own."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,16 @@ def read_choice(raw: object, field_path: str, response_id: object = None) -> Log
     if isinstance(response_id, str) and response_id and not message.id:
         message = msgspec.structs.replace(message, id=replace_surrogates(response_id))
     ids = read_token_ids(raw.get("token_ids"), f"{field_path}.token_ids")
+    named = _ids_of_tokens(raw.get("logprobs"), f"{field_path}.logprobs")
     if ids is None:
-        ids = _ids_of_tokens(raw.get("logprobs"), f"{field_path}.logprobs")
+        ids = named
+    elif named is not None and len(named) == len(ids) and (different := np.flatnonzero(named != ids)).size:
+        first = int(different[0])
+        raise MessageError(
+            f"{field_path}.logprobs.content[{first}].token",
+            f"token_id:{named[first]}",
+            f"token_id:{ids[first]}",
+        )
     logprobs = _read_logprobs(raw.get("logprobs"), f"{field_path}.logprobs")
     if ids is not None and logprobs is not None and len(ids) != len(logprobs):
         raise MessageError(
@@ -235,7 +245,10 @@ def read_choice(raw: object, field_path: str, response_id: object = None) -> Log
     reason = raw.get("finish_reason")
     if not isinstance(reason, str | None):
         raise MessageError(f"{field_path}.finish_reason", reason, "a string or null")
-    return LoggedOutput(message, ids, logprobs, replace_surrogates(reason or "stop"))
+    index = raw.get("index")
+    if index is not None and type(index) is not int:
+        raise MessageError(f"{field_path}.index", index, "an integer")
+    return LoggedOutput(message, ids, logprobs, replace_surrogates(reason or "stop"), index=index or 0)
 
 
 def _ids_of_tokens(logprobs: object, field_path: str) -> Ids | None:

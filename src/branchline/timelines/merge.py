@@ -114,8 +114,9 @@ class MergeResult:
 
 
 def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> MergeResult:
-    """Merges the calls of one session, in time linear in the log. Raises InputError for those of several:
-    `group_by_session` separates them."""
+    """Merges the calls of one session, in time linear in the log, except for many answers with equal text
+    and other ids, each of which is compared with each call that shows the text. Raises InputError for calls
+    of several sessions: `group_by_session` separates them."""
     policy = policy or MergePolicy()
     calls = list(calls)
     if len(sessions := sorted({call.session for call in calls})) > 1:
@@ -148,7 +149,13 @@ def _split_repeated(calls: Sequence[LoggedCall]) -> tuple[list[LoggedCall], list
             call.request.prompt_config_digest,
             _to_bytes(call.prompt_ids),
             tuple(
-                (_to_bytes(output.ids), _to_bytes(output.logprobs), output.finish_reason, output.message)
+                (
+                    output.index,
+                    _to_bytes(output.ids),
+                    _to_bytes(output.logprobs),
+                    output.finish_reason,
+                    output.message,
+                )
                 for output in call.outputs
             ),
         )

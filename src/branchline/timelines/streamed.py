@@ -41,6 +41,8 @@ def join_stream(raw: Sequence[object] | str) -> dict[str, Any]:
             break  # The rest of the answer was never sent.
         if "choices" not in chunk and "usage" not in chunk:
             raise MessageError(path, chunk, "a chunk of a chat completion (an object with choices)")
+        if chunk.get("id") and response.get("id", chunk["id"]) != chunk["id"]:
+            raise MessageError(f"{path}.id", chunk["id"], f"{response['id']!r}, as in the chunks before it")
         for name in ("id", "model", "prompt_token_ids", "usage"):
             if chunk.get(name) not in (None, ""):
                 response.setdefault(name, chunk[name])
@@ -123,6 +125,10 @@ class _Choice:
             self.texts.setdefault(name, []).append(text)
             has_text = has_text or bool(text)
         has_text = self._add_tool_calls(delta, f"{path}.delta") or has_text
+        if self.finish_reason is not None and (has_text or entry.get("token_ids")):
+            raise MessageError(
+                path, "text or token_ids", f"none after the finish reason {self.finish_reason!r}"
+            )
         self._add_tokens(entry, path, has_text)
         if entry.get("finish_reason") is not None:
             self.finish_reason = entry["finish_reason"]
