@@ -155,7 +155,7 @@ def test_a_verifier_prints_the_reward_or_its_exit_status_is_one_on_request(
         (["--agent", "clerk:run", "--judge-url", "http://h/v1"], "--judge-model: got none"),
         (["--agent", "clerk:run", "--judge-model", "m"], "--judge-url: got none"),
         (["--agent", "clerk:run", "--retry", "sadness=1"], "retries: got sadness=1"),
-        (["--agent", "clerk:run", "--n", "0"], "n: got 0, expected 1 or more"),
+        (["--agent", "clerk:run", "--n", "0"], "n: got 0, expected a whole number of 1 or more"),
     ],
 )
 def test_bad_options_are_refused(

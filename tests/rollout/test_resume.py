@@ -8,15 +8,20 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Container, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from branchline import read_jsonl, read_parquet
 from branchline.core.errors import InputError
+from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.run_folder import RunFolder
 from branchline.rollout.sinks import JsonlSink, append_lines, read_lines
+from branchline.rollout.stats import RolloutStats
 from branchline.rollout.tasks import read_tasks
+from tests.rollout.harness import ask_once, scripted_gateway
 from tests.rollout.kill_run import POINTS, TASKS, Failpoint, N, run_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +85,97 @@ def test_a_complete_run_that_is_resumed_runs_nothing(tmp_path: Path) -> None:
     again = asyncio.run(run_tasks(tmp_path, Failpoint(), resume=True))
     assert (tmp_path / "trajectories.jsonl").read_bytes() == lines
     assert again.to_json() == first.to_json()
+
+
+STOPPED = [{"id": str(index), "prompt": f"question {index}"} for index in range(4)]
+
+
+async def run_until(folder: Path, finishing: Container[str], **config: Any) -> RolloutStats:
+    """Resumes a run over four tasks in which only the agents of some slots end, `{uid}-{slot}`; returns the
+    figures and writes what ran into `ran`."""
+    never = asyncio.Event()
+
+    async def agent(task: Mapping[str, Any], session: Any) -> float:
+        with (folder / "ran").open("a") as file:
+            file.write(f"{session.id}\n")
+        if session.id.removeprefix("one-").partition("-r")[0] not in finishing:
+            await never.wait()
+        return await ask_once(task, session)
+
+    async with scripted_gateway(journal=folder / "journal") as gateway:
+        sinks, stats = RunFolder(folder, "one").open_sinks()
+        (folder / "ran").write_text("")
+        rollout = Rollout(
+            gateway,
+            agent,
+            sinks=sinks,
+            config=RolloutConfig(n=2, **config),
+            resume=True,
+            stats=stats,
+            run_id="one",
+        )
+        return await rollout.run(STOPPED)
+
+
+def finished_slots(folder: Path) -> list[str]:
+    lines = read_lines(folder / "trajectories.jsonl")
+    return sorted(f"{line['uid']}-{line['slot']}" for line in lines if line["status"] == "finished")
+
+
+def test_sessions_that_stop_after_aborted_are_run_by_a_run_that_goes_on(tmp_path: Path) -> None:
+    everything = [f"{uid}-{slot}" for uid in range(4) for slot in range(2)]
+    # Tasks 1 and 3 end, one session of task 2 does, too; the others are aborted.
+    first = ["1-0", "1-1", "2-0", "3-0", "3-1"]
+    asyncio.run(run_until(tmp_path, first, stop_after=2))
+    assert finished_slots(tmp_path) == first
+    lines = (tmp_path / "trajectories.jsonl").read_bytes()
+    asyncio.run(run_until(tmp_path, everything, stop_after=2))
+    assert (tmp_path / "ran").read_text() == "", "there are enough tasks already"
+    assert (tmp_path / "trajectories.jsonl").read_bytes() == lines
+    stats = asyncio.run(run_until(tmp_path, everything))
+    assert finished_slots(tmp_path) == everything
+    assert sorted((tmp_path / "ran").read_text().split()) == ["one-0-0-r1", "one-0-1-r1", "one-2-1-r1"]
+    assert stats.abort_reasons == {"early_stop": 3}
+    asyncio.run(run_until(tmp_path, everything))
+    assert (tmp_path / "ran").read_text() == ""
+
+
+def test_sessions_that_oversampling_aborted_are_not_run_again(tmp_path: Path) -> None:
+    everything = [f"{uid}-{slot}" for uid in range(4) for slot in range(4)]
+    first = [f"{uid}-{slot}" for uid in range(4) for slot in (2, 3)]
+    asyncio.run(run_until(tmp_path, first, oversample=2))
+    assert finished_slots(tmp_path) == first
+    asyncio.run(run_until(tmp_path, everything, oversample=2))
+    assert (finished_slots(tmp_path), (tmp_path / "ran").read_text()) == (first, "")
+
+
+@pytest.mark.parametrize("damage", ["half a line", "a line", "the file"])
+def test_samples_that_a_file_lost_are_written_again_from_the_journal(tmp_path: Path, damage: str) -> None:
+    asyncio.run(run_tasks(tmp_path, Failpoint(), resume=False))
+    samples, lines = tmp_path / "samples.jsonl", (tmp_path / "trajectories.jsonl").read_bytes()
+    before = {line["key"]: line["session"] for line in read_lines(samples)}
+    text = samples.read_bytes()
+    if damage == "half a line":
+        samples.write_bytes(text[:-50])
+    elif damage == "a line":
+        samples.write_bytes(b"".join(text.splitlines(keepends=True)[1:]))
+    else:
+        samples.unlink()
+    asyncio.run(run_tasks(tmp_path, Failpoint(), resume=True))
+    after = [(line["key"], line["session"]) for line in read_lines(samples)]
+    assert sorted(after) == sorted(before.items())
+    assert (tmp_path / "trajectories.jsonl").read_bytes() == lines, "a session has one line"
+
+
+def test_samples_that_neither_a_file_nor_the_journal_has_are_refused_by_name(tmp_path: Path) -> None:
+    asyncio.run(run_tasks(tmp_path, Failpoint(), resume=False))
+    lines = (tmp_path / "trajectories.jsonl").read_bytes()
+    (tmp_path / "samples.jsonl").unlink()
+    for file in tmp_path.glob("journal*"):
+        file.unlink()
+    with pytest.raises(InputError, match=r"session \w+-0-0: got a line .* and no samples in JsonlSink"):
+        asyncio.run(run_tasks(tmp_path, Failpoint(), resume=True))
+    assert (tmp_path / "trajectories.jsonl").read_bytes() == lines
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:

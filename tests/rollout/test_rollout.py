@@ -106,8 +106,29 @@ def test_a_cause_with_retries_is_run_again_in_a_new_session() -> None:
 def test_unknown_causes_and_impossible_numbers_are_refused() -> None:
     with pytest.raises(InputError, match="retries: got sadness=1, expected a cause"):
         RolloutConfig(retries={"sadness": 1})
-    with pytest.raises(InputError, match="n: got 0, expected 1 or more"):
-        RolloutConfig(n=0)
+    with pytest.raises(InputError, match=r"retries\.timeout: got -1, expected a whole number of 0 or more"):
+        RolloutConfig(retries={"timeout": -1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("n", value) for value in (0, "2", True, None, 1.5)],
+        *[("timeout_s", value) for value in (0, -1, float("nan"), float("inf"), "10", True)],
+        ("reward_timeout_s", float("nan")),
+        ("stop_after", 0),
+        ("oversample", None),
+        ("retries", {"timeout": "1"}),
+        ("retries", ["timeout"]),
+        ("runner_concurrency", {"a": "2"}),
+        ("session", {"id": "x"}),
+        ("session", {"group": "x"}),
+        ("export_policy", {"shares": "all"}),
+    ],
+)
+def test_values_that_are_no_settings_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"^{name}[.\w]*: got .*, expected"):
+        RolloutConfig(**{name: value})
 
 
 def test_oversampled_sessions_are_aborted_when_enough_have_finished() -> None:

@@ -20,10 +20,10 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 from branchline.core.errors import InputError, SessionError, SessionRefusedError
+from branchline.core.option_checks import check_count, check_number
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
@@ -82,25 +82,60 @@ class RolloutConfig:
         leasts = (("n", 1), ("concurrency", 1), ("oversample", 0), ("reward_workers", 1), ("stop_after", 1),
                   ("max_staleness", 0))  # fmt: skip
         for name, least in leasts:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name}: got {value}, expected {least} or more")
+            if (value := getattr(self, name)) is not None or name not in ("stop_after", "max_staleness"):
+                check_count(name, value, least)
+        for name in ("timeout_s", "reward_timeout_s"):
+            if (seconds := getattr(self, name)) is not None:
+                check_number(name, seconds, above=0)
+        for name in ("runner_concurrency", "retries", "session"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise InputError(f"{name}: got {value!r}, expected an object")
         for name, limit in self.runner_concurrency.items():
-            if limit < 1:
-                raise InputError(f"runner_concurrency.{name}: got {limit}, expected 1 or more")
+            check_count(f"runner_concurrency.{name}", limit)
         for cause, times in self.retries.items():
-            if cause not in set(EndCause) or times < 0:
-                expected = ", ".join(EndCause)
-                raise InputError(f"retries: got {cause}={times}, expected a cause and 0 or more: {expected}")
+            if cause not in set(EndCause):
+                raise InputError(f"retries: got {cause}={times}, expected a cause: {', '.join(EndCause)}")
+            check_count(f"retries.{cause}", times, 0)
+        for name in {"id", "group"} & self.session.keys():
+            raise InputError(
+                f"session.{name}: got {self.session[name]!r}, expected none: a rollout chooses it"
+            )
+        if self.export_policy is not None and not isinstance(self.export_policy, ExportPolicy):
+            raise InputError(f"export_policy: got {self.export_policy!r}, expected an ExportPolicy")
+
+
+class _Slot:
+    """One of the sessions that a task is to have, with its repetitions."""
+
+    def __init__(self, index: int, retries: Mapping[str, int]) -> None:
+        self.index = index
+        self.attempt = 0
+        """The next one, or the one that runs."""
+        self.is_ended = False
+        self.is_completed = False
+        """The agent of this attempt was done in an earlier process; it has to be scored."""
+        self._retries = {EndCause.NODE_LOST: _NODE_LOST_RETRIES, **retries}
+
+    def end_attempt(self, end: SessionEnd) -> None:
+        self.attempt += 1
+        self.is_completed = False
+        if end.cause == EndCause.INTERRUPTED:
+            return  # by the end of an earlier process
+        cause = str(end.cause or "")
+        if self._retries.get(cause, 0) < 1:
+            self.is_ended = True
+        else:
+            self._retries[cause] -= 1
 
 
 class _TaskSessions:
     """The sessions of one task."""
 
-    def __init__(self, task: RolloutTask, runner: Runner, size: int) -> None:
+    def __init__(self, task: RolloutTask, runner: Runner, slots: Sequence[_Slot]) -> None:
         self.task = task
         self.runner = runner
-        self.open_slots = size
+        self.slots = slots
+        self.open_slots = len(slots)
         """Sessions that have not ended, or not begun."""
         self.finished = 0
         self.completed: list[SessionJob] = []
@@ -195,6 +230,8 @@ class Rollout:
         for group in self._groups:
             by_runner.setdefault(group.task.agent_name, []).append(group)
         try:
+            if self._resume:
+                await self._recover_sessions()
             async with asyncio.TaskGroup() as running:
                 for name, groups in by_runner.items():
                     running.create_task(self._dispatch(running, name, groups))
@@ -208,6 +245,7 @@ class Rollout:
 
     def _plan(self, tasks: Sequence[RolloutTask]) -> list[_TaskSessions]:
         groups: list[_TaskSessions] = []
+        retries = self.config.retries
         size = self.config.n + self.config.oversample
         for index, task in enumerate(tasks):
             try:
@@ -215,7 +253,7 @@ class Rollout:
             except InputError as error:
                 raise InputError(f"tasks[{index}].{error}") from error
             task.copy()  # It is refused now if that is impossible.
-            groups.append(_TaskSessions(task, runner, size))
+            groups.append(_TaskSessions(task, runner, [_Slot(index, retries) for index in range(size)]))
         for name in self.config.runner_concurrency:
             if name not in self._runners and name not in {task.agent_name for task in tasks}:
                 raise InputError(f"runner_concurrency: got {name!r}, expected one of {sorted(self._runners)}")
@@ -225,7 +263,7 @@ class Rollout:
         """Raises InputError if a run was begun before under the same id, and is not resumed."""
         if self._resume or self._run_id is None:
             return
-        jobs = [SessionJob(group.task, slot) for group in self._groups for slot in range(group.open_slots)]
+        jobs = [SessionJob(group.task, slot) for group in self._groups for slot in range(len(group.slots))]
         found = [
             (session, type(sink).__name__)
             for session in [job.session_id for job in jobs]
@@ -252,50 +290,98 @@ class Rollout:
             self._slots.release()
 
         for group in groups:
-            for slot in range(group.open_slots):
+            for slot in group.slots:
+                if slot.is_ended:
+                    continue
                 await places.acquire()
                 await self._slots.acquire()
-                if group.stop_cause is not None:
+                if group.stop_cause is not None and not slot.is_completed:
                     release()
-                    break
+                    continue
                 running.create_task(self._run_slot(group, slot)).add_done_callback(release)
 
-    async def _run_slot(self, group: _TaskSessions, slot: int) -> None:
+    async def _run_slot(self, group: _TaskSessions, slot: _Slot) -> None:
         """Runs one session of a task, again if its cause is retried, until it has ended or waits for the
         judge; the last session of a task ends the task."""
-        retries: dict[str, int] = {EndCause.NODE_LOST: _NODE_LOST_RETRIES, **self.config.retries}
-        for attempt in count():
-            if group.stop_cause is not None:
-                break
-            end = await self._run_session(group, SessionJob(group.task, slot, attempt))
-            if end.cause == EndCause.INTERRUPTED:
-                continue  # by the end of an earlier process
-            cause = str(end.cause or "")
-            if retries.get(cause, 0) < 1:
-                break
-            retries[cause] -= 1
+        while not slot.is_ended and (group.stop_cause is None or slot.is_completed):
+            job = SessionJob(group.task, slot.index, slot.attempt)
+            slot.end_attempt(await self._run_session(group, job, is_completed=slot.is_completed))
         group.open_slots -= 1
         if self.config.oversample and group.finished + len(group.completed) >= self.config.n:
             group.stop(EndCause.EARLY_STOP)
         if group.open_slots == 0:
             await self._end_group(group)
 
-    async def _run_session(self, group: _TaskSessions, job: SessionJob) -> SessionEnd:
-        """Runs or recovers a session and writes it, unless it has to wait for the judge."""
+    async def _recover_sessions(self) -> None:
+        """Recovers all sessions that ended in an earlier process, before any is run: tasks that have enough
+        sessions, and a run that has enough tasks, start no others. What an early stop aborted is run again
+        where that is no longer so."""
+        limit = asyncio.Semaphore(self.config.concurrency)
+        async with asyncio.TaskGroup() as recovering:
+            for group in self._groups:
+                for slot in group.slots:
+                    recovering.create_task(self._recover_slot(limit, group, slot))
+        for group in self._groups:
+            if self._has_enough(group):
+                group.stop(EndCause.EARLY_STOP)
+                for slot in group.slots:
+                    slot.is_ended = not slot.is_completed
+            group.open_slots = sum(not slot.is_ended for slot in group.slots)
+        for group in self._groups:
+            if group.open_slots == 0:
+                await self._end_group(group)
+
+    def _has_enough(self, group: _TaskSessions) -> bool:
+        """Whether no other session of a task is to be started, given those of an earlier process."""
+        if self._judge is not None and group.finished:
+            return True  # The group was judged: a further session would have no others to be compared with.
+        waiting = sum(slot.is_completed for slot in group.slots) if self._judge is not None else 0
+        return self.config.oversample > 0 and group.finished + waiting >= self.config.n
+
+    async def _recover_slot(self, limit: asyncio.Semaphore, group: _TaskSessions, slot: _Slot) -> None:
+        async with limit:
+            while not slot.is_ended:
+                end = await self._recover(group, slot, SessionJob(group.task, slot.index, slot.attempt))
+                if end is None:
+                    break
+                slot.end_attempt(end)
+                if end.cause == EndCause.EARLY_STOP:
+                    slot.is_ended = False
+
+    async def _recover(self, group: _TaskSessions, slot: _Slot, job: SessionJob) -> SessionEnd | None:
+        """Writes a session of an earlier process to the sinks that do not have it, and returns how it ended;
+        None if it has to be run, or scored."""
+        written = self.stats.causes.get(job.session_id)
+        missing = [sink for sink in self._sinks if not sink.contains(job.session_id)]
         known = None
-        if self._resume:
-            written = self.stats.causes.get(job.session_id)
-            if written is not None and all(sink.contains(job.session_id) for sink in self._sinks):
-                # Also if the journal is gone, with the machine that had it.
-                group.finished += written == ""
-                return SessionEnd(EndCause(written) if written else None)
+        if written is None or missing:
             known = await self._gateway.find_state(job.session_id)
-        if known is not None and not await self._is_unscored(job, known[0]):
-            return await self._recover(group, job, SessionEnd.from_state(*known))
+        if written is not None and known is None:
+            # Also if the journal is gone, with the machine that had it.
+            if written == "" and missing:
+                names = ", ".join(type(sink).__name__ for sink in missing)
+                raise InputError(
+                    f"session {job.session_id}: got a line of a finished session and no samples in {names}, "
+                    "and the journal does not have the session; expected one of them"
+                )
+            group.finished += written == ""
+            return SessionEnd(EndCause(written) if written else None)
+        if known is None:
+            return None
+        if await self._is_unscored(job, known[0]):
+            slot.is_completed = True
+            return None
+        end = SessionEnd.from_state(*known)
+        if missing:
+            return await self._finish(group, job, end)
+        group.finished += end.cause is None
+        return end
+
+    async def _run_session(self, group: _TaskSessions, job: SessionJob, *, is_completed: bool) -> SessionEnd:
+        """Runs a session and writes it, unless it has to wait for the judge. `is_completed`: its agent was
+        done in an earlier process."""
         try:
-            # A session whose agent was done in an earlier process has still to be scored.
-            completed = known is not None
-            end = await (self._sessions.complete(job) if completed else self._run_agent(group, job))
+            end = await (self._sessions.complete(job) if is_completed else self._run_agent(group, job))
             if end.cause is None and self._judge is not None:
                 group.completed.append(job)
                 return end
@@ -325,13 +411,6 @@ class Rollout:
         if state != "finalized":
             return state == "completed"
         return await self._sessions.is_unscored(job, is_judged=self._judge is not None)
-
-    async def _recover(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
-        """Writes a session of an earlier process to the sinks that do not have it."""
-        if not all(sink.contains(job.session_id) for sink in self._sinks):
-            return await self._finish(group, job, end)
-        group.finished += end.cause is None
-        return end
 
     async def _finish(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
         """Ends a session, reads it and writes it; returns how it ended.

@@ -146,6 +146,11 @@ class SessionJob:
         return f"{self.task.group}-{self.slot}{repeated}"
 
 
+def sample_key(group: str, slot: int, index: int) -> str:
+    """Returns the key of a sample. One attempt at a slot at most finishes."""
+    return f"{group}_{slot}_{index}"
+
+
 @dataclass(frozen=True)
 class SessionResult:
     """One session that has ended."""
@@ -190,8 +195,8 @@ class SessionResult:
 
     @property
     def sample_keys(self) -> list[str]:
-        """The key of each sample: `{group}_{slot}_{index}`. One attempt at a slot at most finishes."""
-        return [f"{self.job.task.group}_{self.job.slot}_{index}" for index in range(len(self.samples))]
+        """The key of each sample: `{group}_{slot}_{index}`."""
+        return [sample_key(self.job.task.group, self.job.slot, index) for index in range(len(self.samples))]
 
     @property
     def rows(self) -> list[SampleRow]:

@@ -25,9 +25,9 @@ from branchline.core.option_checks import check_count
 from branchline.export.columns import SampleRow, check_columns
 from branchline.export.jsonl import replace_file, row_to_json
 from branchline.loop.timeouts import finish_despite_cancel
-from branchline.rollout.session_result import SessionResult
+from branchline.rollout.session_result import SessionResult, sample_key
 from branchline.rollout.stats import PromptStatus, RolloutStats
-from branchline.rollout.tasks import RolloutTask
+from branchline.rollout.tasks import RolloutTask, group_name
 
 TRAJECTORIES_FILE = "trajectories.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -114,12 +114,16 @@ class JsonlSink:
         self._folder, self._has_samples = folder, samples
         self._trajectories, self._samples = folder / TRAJECTORIES_FILE, folder / SAMPLES_FILE
         self._sessions: set[str] = set()
+        """Sessions with a line and all samples."""
         self.stats = RolloutStats()
         """The figures of all sessions in the folder; `stats.json` has a copy that is at most seconds old."""
-        for line in open_lines(self._trajectories):
-            self._sessions.add(line["session"])
-            self.stats.add(line)
+        self._lines: set[str] = set()
         self._keys = set(self._open_samples()) if samples else set()
+        for line in open_lines(self._trajectories):
+            self._lines.add(line["session"])
+            if not samples or self._has_all_samples(line):
+                self._sessions.add(line["session"])
+            self.stats.add(line)
         self._written_digests: set[str] = set()
         self._stats_written_at = 0.0
         self._lock = asyncio.Lock()
@@ -129,6 +133,12 @@ class JsonlSink:
         for number, line in enumerate(open_lines(self._samples), 1):
             check_columns(f"{self._samples}:{number}", line.keys())
             yield line["key"]
+
+    def _has_all_samples(self, line: Mapping[str, Any]) -> bool:
+        """Whether the samples of a line are in the file; a power failure or a hand may have removed them."""
+        group = group_name(line.get("run", ""), line["uid"])
+        count = line.get("metrics", {}).get("samples", 0)
+        return all(sample_key(group, line.get("slot", 0), index) in self._keys for index in range(int(count)))
 
     def contains(self, session: str) -> bool:
         return session in self._sessions
@@ -149,9 +159,11 @@ class JsonlSink:
             rows = [row for row in check_rows(result) if row.origin.key not in self._keys]
             append_lines(self._samples, [row_to_json(row, self._written_digests) for row in rows])
             self._keys.update(result.sample_keys)
-        append_lines(self._trajectories, [result.line])
+        if result.session not in self._lines:
+            append_lines(self._trajectories, [result.line])
+            self._lines.add(result.session)
+            self.stats.add(result.line)
         self._sessions.add(result.session)
-        self.stats.add(result.line)
         if time.monotonic() - self._stats_written_at > _STATS_INTERVAL_S:
             self._write_stats()
 
