@@ -29,18 +29,18 @@ from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
 from branchline.rollout.judge import Judge, check_judge, judge_group
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
-from branchline.rollout.runners import Runner, RunnerSpec, make_runner, select_runner
+from branchline.rollout.runners import RunnerSpec, make_runner, select_runner
 from branchline.rollout.session_gateway import LocalGateway, SessionGateway
 from branchline.rollout.session_result import EndCause, SessionEnd, SessionJob
 from branchline.rollout.session_runner import SessionRunner
 from branchline.rollout.sinks import Sink
 from branchline.rollout.stats import RolloutStats
+from branchline.rollout.task_sessions import Slot, TaskSessions
 from branchline.rollout.tasks import RolloutTask, new_run_id, read_tasks
 from branchline.runtime.managed_session import SessionState
 
 log = logging.getLogger("branchline.rollout")
 
-_NODE_LOST_RETRIES = 3
 _SINK_GRACE_S = 10.0
 """How long a cancelled rollout waits for sinks."""
 _JUDGE_EXTRAS = {"source": "judge"}
@@ -104,57 +104,6 @@ class RolloutConfig:
             raise InputError(f"export_policy: got {self.export_policy!r}, expected an ExportPolicy")
 
 
-class _Slot:
-    """One of the sessions that a task is to have, with its repetitions."""
-
-    def __init__(self, index: int, retries: Mapping[str, int]) -> None:
-        self.index = index
-        self.attempt = 0
-        """The next one, or the one that runs."""
-        self.is_ended = False
-        self.is_completed = False
-        """The agent of this attempt was done in an earlier process; it has to be scored."""
-        self._retries = {EndCause.NODE_LOST: _NODE_LOST_RETRIES, **retries}
-
-    def end_attempt(self, end: SessionEnd) -> None:
-        self.attempt += 1
-        self.is_completed = False
-        if end.cause == EndCause.INTERRUPTED:
-            return  # by the end of an earlier process
-        cause = str(end.cause or "")
-        if self._retries.get(cause, 0) < 1:
-            self.is_ended = True
-        else:
-            self._retries[cause] -= 1
-
-
-class _TaskSessions:
-    """The sessions of one task."""
-
-    def __init__(self, task: RolloutTask, runner: Runner, slots: Sequence[_Slot]) -> None:
-        self.task = task
-        self.runner = runner
-        self.slots = slots
-        self.open_slots = len(slots)
-        """Sessions that have not ended, or not begun."""
-        self.finished = 0
-        self.completed: list[SessionJob] = []
-        """Sessions whose agents are done and that wait for the judge."""
-        self.agents: set[asyncio.Task[None]] = set()
-        """Tasks whose agents run."""
-        self.stop_cause: EndCause | None = None
-        self.is_ended = False
-        self.first_error = ""
-        """Why the first session failed."""
-
-    def stop(self, cause: EndCause) -> None:
-        """Aborts the sessions whose agents run, and starts no more."""
-        if self.stop_cause is None and not self.is_ended:
-            self.stop_cause = cause
-            for task in self.agents:
-                task.cancel()
-
-
 class Rollout:
     """Runs tasks."""
 
@@ -208,7 +157,7 @@ class Rollout:
         self._resume = resume
         self._run_id = run_id
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._groups: list[_TaskSessions] = []
+        self._groups: list[TaskSessions] = []
         self._finished_tasks = 0
         self.stats = stats or RolloutStats()
         """The figures of the current run, or of the latest."""
@@ -226,7 +175,7 @@ class Rollout:
         await self._check_new()
         self.stats = deepcopy(self.stats) if self._resume else RolloutStats()
         self._finished_tasks = 0
-        by_runner: dict[str, list[_TaskSessions]] = {}
+        by_runner: dict[str, list[TaskSessions]] = {}
         for group in self._groups:
             by_runner.setdefault(group.task.agent_name, []).append(group)
         try:
@@ -243,8 +192,8 @@ class Rollout:
             await self._end_interrupted()
         return self.stats
 
-    def _plan(self, tasks: Sequence[RolloutTask]) -> list[_TaskSessions]:
-        groups: list[_TaskSessions] = []
+    def _plan(self, tasks: Sequence[RolloutTask]) -> list[TaskSessions]:
+        groups: list[TaskSessions] = []
         retries = self.config.retries
         size = self.config.n + self.config.oversample
         for index, task in enumerate(tasks):
@@ -253,7 +202,7 @@ class Rollout:
             except InputError as error:
                 raise InputError(f"tasks[{index}].{error}") from error
             task.copy()  # It is refused now if that is impossible.
-            groups.append(_TaskSessions(task, runner, [_Slot(index, retries) for index in range(size)]))
+            groups.append(TaskSessions(task, runner, [Slot(index, retries) for index in range(size)]))
         for name in self.config.runner_concurrency:
             if name not in self._runners and name not in {task.agent_name for task in tasks}:
                 raise InputError(f"runner_concurrency: got {name!r}, expected one of {sorted(self._runners)}")
@@ -280,7 +229,7 @@ class Rollout:
                 "another one, or resume=True"
             )
 
-    async def _dispatch(self, running: asyncio.TaskGroup, name: str, groups: Sequence[_TaskSessions]) -> None:
+    async def _dispatch(self, running: asyncio.TaskGroup, name: str, groups: Sequence[TaskSessions]) -> None:
         """Starts the sessions of one runner in order, each when the runner and the rollout have a place."""
         limit = self.config.runner_concurrency.get(name, self.config.concurrency)
         places = asyncio.Semaphore(limit)
@@ -300,7 +249,7 @@ class Rollout:
                     continue
                 running.create_task(self._run_slot(group, slot)).add_done_callback(release)
 
-    async def _run_slot(self, group: _TaskSessions, slot: _Slot) -> None:
+    async def _run_slot(self, group: TaskSessions, slot: Slot) -> None:
         """Runs one session of a task, again if its cause is retried, until it has ended or waits for the
         judge; the last session of a task ends the task."""
         while not slot.is_ended and (group.stop_cause is None or slot.is_completed):
@@ -331,14 +280,14 @@ class Rollout:
             if group.open_slots == 0:
                 await self._end_group(group)
 
-    def _has_enough(self, group: _TaskSessions) -> bool:
+    def _has_enough(self, group: TaskSessions) -> bool:
         """Whether no other session of a task is to be started, given those of an earlier process."""
         if self._judge is not None and group.finished:
             return True  # The group was judged: a further session would have no others to be compared with.
         waiting = sum(slot.is_completed for slot in group.slots) if self._judge is not None else 0
         return self.config.oversample > 0 and group.finished + waiting >= self.config.n
 
-    async def _recover_slot(self, limit: asyncio.Semaphore, group: _TaskSessions, slot: _Slot) -> None:
+    async def _recover_slot(self, limit: asyncio.Semaphore, group: TaskSessions, slot: Slot) -> None:
         async with limit:
             while not slot.is_ended:
                 end = await self._recover(group, slot, SessionJob(group.task, slot.index, slot.attempt))
@@ -348,7 +297,7 @@ class Rollout:
                 if end.cause == EndCause.EARLY_STOP:
                     slot.is_ended = False
 
-    async def _recover(self, group: _TaskSessions, slot: _Slot, job: SessionJob) -> SessionEnd | None:
+    async def _recover(self, group: TaskSessions, slot: Slot, job: SessionJob) -> SessionEnd | None:
         """Writes a session of an earlier process to the sinks that do not have it, and returns how it ended;
         None if it has to be run, or scored."""
         written = self.stats.causes.get(job.session_id)
@@ -377,7 +326,7 @@ class Rollout:
         group.finished += end.cause is None
         return end
 
-    async def _run_session(self, group: _TaskSessions, job: SessionJob, *, is_completed: bool) -> SessionEnd:
+    async def _run_session(self, group: TaskSessions, job: SessionJob, *, is_completed: bool) -> SessionEnd:
         """Runs a session and writes it, unless it has to wait for the judge. `is_completed`: its agent was
         done in an earlier process."""
         try:
@@ -392,7 +341,7 @@ class Rollout:
             raise
         return await self._finish(group, job, end)
 
-    async def _run_agent(self, group: _TaskSessions, job: SessionJob) -> SessionEnd:
+    async def _run_agent(self, group: TaskSessions, job: SessionJob) -> SessionEnd:
         """Runs the agent; an early stop ends it, and nothing but the agent."""
         task = asyncio.current_task()
         assert task is not None
@@ -412,7 +361,7 @@ class Rollout:
             return state == "completed"
         return await self._sessions.is_unscored(job, is_judged=self._judge is not None)
 
-    async def _finish(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
+    async def _finish(self, group: TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
         """Ends a session, reads it and writes it; returns how it ended.
 
         A cancellation waits for that, and gives up a sink that blocks: the journal has the session.
@@ -430,7 +379,7 @@ class Rollout:
         finally:
             work.cancel()
 
-    async def _end_and_write(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
+    async def _end_and_write(self, group: TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
         try:
             result = await self._sessions.finish(job, end)
         except SessionError as error:
@@ -453,7 +402,7 @@ class Rollout:
             log.warning("session %s failed: %s", result.session, result.end.reason.replace("\n", " / "))
         return result.end
 
-    async def _end_group(self, group: _TaskSessions) -> None:
+    async def _end_group(self, group: TaskSessions) -> None:
         """Judges the sessions of a task whose agents are done, and ends the task; once."""
         if group.is_ended:
             return
@@ -471,7 +420,7 @@ class Rollout:
             for other in self._groups:
                 other.stop(EndCause.EARLY_STOP)
 
-    async def _judge_group(self, group: _TaskSessions, judge: Judge) -> None:
+    async def _judge_group(self, group: TaskSessions, judge: Judge) -> None:
         jobs, ends = group.completed[:], [SessionEnd()] * len(group.completed)
         trajectories: list[Trajectory] = []
         was_judged: list[bool] = []
