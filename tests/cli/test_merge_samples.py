@@ -58,15 +58,16 @@ def merge_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callabl
     return merge
 
 
+@pytest.mark.parametrize("name", ["samples.parquet", "samples.PARQUET"])
 def test_samples_are_written_as_parquet_if_the_file_is_named_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "calls.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in DRIFT_AND_TOOLS))
-    files = [tmp_path / "samples.jsonl", tmp_path / "samples.parquet"]
+    files = [tmp_path / "samples.jsonl", tmp_path / name]
     for file in files:
         assert main(["merge", str(log), "--samples", str(file)]) == 0
-    assert "samples.parquet" in capsys.readouterr().out
+    assert name in capsys.readouterr().out
     for one, other in zip(read_jsonl(files[0]), read_parquet(files[1]), strict=True):
         assert_equal_samples(one, other)
 

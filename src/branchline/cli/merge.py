@@ -116,7 +116,7 @@ def _check_target(target: Path, calls: Path) -> None:
 
 def _sample_writer(target: Path) -> Callable[[Iterable[Sample], Path], int]:
     """Returns the function that writes samples in the format of a file's name."""
-    if target.suffix != ".parquet":
+    if target.suffix.lower() != ".parquet":
         return write_jsonl
     from branchline.export.parquet import write_parquet
 

@@ -129,7 +129,7 @@ def task_digest(tasks: Iterable[RolloutTask]) -> str:
 
 def _open_source(text: str) -> Iterable[Any]:
     path = Path(text).expanduser()
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return _read_parquet(path)
     if path.is_file():
         return _read_lines(path)
