@@ -130,7 +130,10 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         help="sessions of each task beyond --n; when --n have finished, the others are aborted",
     )
     group.add_argument(
-        "--stop-after", type=int, metavar="N", help="stop when N tasks are finished; abort the others"
+        "--stop-after",
+        type=int,
+        metavar="N",
+        help="stop when N tasks are finished; abort the others, which --resume runs again",
     )
     group.add_argument(
         "--max-staleness",
