@@ -189,7 +189,8 @@ class Engine(ScriptedEngine):
         session: str = "",
         images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        self.received_prompts.clear()  # kept by the scripted engine for tests of prompts
+        self.received_prompts.clear()  # the scripted engine keeps both for tests
+        self.received_images.clear()
         with self._phase_counts.count_during(Phase.SAMPLING):
             async for chunk in super().generate(prompt_ids, params, session=session, images=images):
                 yield chunk
