@@ -58,6 +58,9 @@ def test_the_json_with_the_known_ids_is_the_answer(answer: str) -> None:
         '{"1": 0.2}\n{"2": 0.9}',
         '{"scores": [0.2, 0.9]}',
         '{"scores": {"trajectory 1": 0.2, "trajectory 2": 0.9}}',
+        '[{"id": "1", "score": 0.2}, {"id": "2", "score": 0.9}]',
+        "{1: 0.2, 2: 0.9}",
+        "{scores: [0.2, 0.9]}",
         "{'scores': [{'trajectory_id': '1', 'score': 0.2}, {'trajectory_id': '2', 'score': 0.9}]}",
     ],
 )

@@ -27,7 +27,8 @@ MAX_DEPTH = 64
 """Values nested deeper are not read as JSON."""
 _EXPECTED = "expected one JSON object with a score from 0 to 1 for each trajectory"
 _ID_KEY, _SCORE_KEY, _SCORES_KEY = "trajectory_id", "score", "scores"
-_ANSWER_KEY = re.compile(r"""["'](?:trajectory_id|scores?|\d{1,6})["']\s*:""")
+_KEYS = r"(?:trajectory_id|scores?|\d{1,6})"
+_ANSWER_KEY = re.compile(rf"""(?:["']{_KEYS}["']|[{{,]\s*+{_KEYS})\s*+:""")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _has_answer_key(value: Any) -> bool:
     """Whether a JSON value has a key that only an answer has, although it is none."""
     parts = value if isinstance(value, list) else [value]
     return any(
-        isinstance(part, _Object) and any(part.values_of(key) for key in (_ID_KEY, _SCORES_KEY))
+        isinstance(part, _Object) and any(part.values_of(key) for key in (_ID_KEY, _SCORE_KEY, _SCORES_KEY))
         for part in parts
     )
 
