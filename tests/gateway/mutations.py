@@ -148,6 +148,7 @@ OPTIONS = {
     "agent_reward": True,
 }
 CONTROL: list[tuple[str, str, Any]] = [
+    ("GET", "/", None),
     ("GET", "/healthz", None),
     ("GET", "/readyz", None),
     ("GET", "/metrics", None),

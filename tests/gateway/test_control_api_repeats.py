@@ -114,7 +114,7 @@ def test_a_reward_sent_twice_with_one_key_is_added_once() -> None:
             path = f"/sessions/{a.session.id}/reward"
             for _ in range(2):
                 assert (await post(a, path, {"score": 1.0, "turn": 1})).status_code == 200
-            assert a.session.managed.rewards == [{"score": 1.0, "turn": 1}]
+            assert a.session.managed.rewards == [{"score": 1.0, "turn": 1, "turn_node": 2}]
             # Another request is another reward, also if it is equal.
             await post(a, path, {"score": 1.0, "turn": 1}, KEY + "x")
             assert len(a.session.managed.rewards) == 2
