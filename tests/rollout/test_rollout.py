@@ -155,7 +155,9 @@ def test_oversampled_sessions_are_aborted_when_enough_have_finished() -> None:
 
 
 @pytest.mark.parametrize("where", ["agent", "reward", "judge"])
-def test_an_error_with_half_an_emoji_fails_its_session_only(tmp_path: Path, where: str) -> None:
+def test_an_error_with_half_an_emoji_fails_its_session_only(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         broken = ValueError("cannot parse \ud83d")
 
@@ -180,6 +182,7 @@ def test_an_error_with_half_an_emoji_fails_its_session_only(tmp_path: Path, wher
             line for line in read_lines(tmp_path / "trajectories.jsonl") if line["status"] == "failed"
         ]
         assert failed["error"].endswith("cannot parse \ufffd")
+        caplog.text.encode()  # a log file may be UTF-8
 
     run(test)
 

@@ -317,6 +317,20 @@ def test_a_last_turn_without_tools_that_is_edited_is_the_main_history(
     assert main_text(session) == "three"
 
 
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+def test_a_last_turn_without_tools_after_an_edited_task_is_the_main_history(
+    session: Session, system: list[Message]
+) -> None:
+    messages = [*system, TASK]
+    messages.append(commit_reply(session, messages, "one", tools=TOOLS))
+    messages.append(Message("user", "Go on."))
+    messages.append(commit_reply(session, messages, "two", tools=TOOLS))
+    messages[len(system)] = Message("user", "Another task altogether.")
+    commit_reply(session, [*messages, Message("user", "Answer now.")], "three")
+    assert Cause.SIDE_CALL not in fork_causes(session)
+    assert main_text(session) == "three"
+
+
 def test_a_session_of_side_calls_has_the_first_as_its_main_history(session: Session) -> None:
     commit_reply(session, [Message("system", "You write titles."), TASK], "Files")
     assert main_text(session) == "Files"

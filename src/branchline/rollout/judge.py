@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from branchline.core.errors import EngineError, InputError
+from branchline.core.reader import replace_surrogates
 from branchline.engines.client import HttpClient, ServerConfig
 from branchline.engines.error_responses import error_from_response
 from branchline.export.trajectory import Trajectory
@@ -139,7 +140,7 @@ class RelativeJudge:
                     _call(self.complete, copy.deepcopy(messages)), self.timeout_s, _GRACE_S
                 )
             except Exception as error:
-                problem = f"{type(error).__name__}: {describe_error(error)}"
+                problem = _describe(error)
                 judgements = [Judgement(None, problem)] * count
             else:
                 judgements, problem = await asyncio.to_thread(read_scores, answer, count)
@@ -195,9 +196,13 @@ async def judge_group(
         )
         return _check_scores(scores, len(trajectories))
     except Exception as error:
-        problem = f"{type(error).__name__}: {describe_error(error)}"
+        problem = _describe(error)
         log.warning("judge: %s", problem)
         return [Judgement(None, problem)] * len(trajectories)
+
+
+def _describe(error: Exception) -> str:
+    return replace_surrogates(f"{type(error).__name__}: {describe_error(error)}")
 
 
 async def _call(function: Callable[..., object], *arguments: object) -> object:

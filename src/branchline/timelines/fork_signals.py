@@ -221,7 +221,11 @@ class ForkSignals(Branches):
         if call is self.main_call or branch.id in self._continued:
             return False
         if main.requested_config_digest:
-            if call.requested_config_digest or self._continues_without_tools(branch):
+            if (
+                call.requested_config_digest
+                or self._continues_without_tools(branch)
+                or self._repeats_answers(branch)
+            ):
                 return False
             return not self._is_compacted(branch, without_tools=True)
         task = self._first_user_text(main)
@@ -243,6 +247,16 @@ class ForkSignals(Branches):
                 self.first_call(child).requested_config_digest for child in parent.all_children()
             )
         return self._lacks_tools_below[parent.id]
+
+    def _repeats_answers(self, branch: Node) -> bool:
+        """Whether the first prompt of a branch shows answers of before it, after a message that differs: the
+        history was edited."""
+        node: Node | None = self._tree.nodes[self.first_call(branch).prompt_node]
+        while node is not None and node is not branch:
+            if node.source_id != NO_NODE:
+                return True
+            node = node.parent
+        return False
 
     def _goes_on_as_text(self, branch: Node, task: str) -> bool:
         """Whether a branch is the main conversation as one text that grows with every call (ReAct): its
