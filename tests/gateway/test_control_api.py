@@ -165,6 +165,34 @@ def test_a_list_of_rewards_is_posted_at_once_and_an_id_counts_once() -> None:
     run(test)
 
 
+def test_a_reward_with_an_id_may_be_corrected_back() -> None:
+    async def test() -> None:
+        async with agent("A1") as a:
+            await a.ask_text("p")
+            for part in ({}, {"turn": 1}):
+                for score in (1, 0, 1, 1):
+                    await a.session.managed.post_rewards(read_rewards({"score": score, "id": "x", **part}))
+            assert [reward["score"] for reward in a.session.managed.rewards] == [1, 0, 1] * 2
+            (sample,) = (await a.session.export()).samples
+            assert (sample.reward, [span.score for span in sample.rewards]) == (1.0, [1.0])
+
+    run(test)
+
+
+def test_a_repeated_reward_is_known_again_when_its_turn_is_gone() -> None:
+    async def test() -> None:
+        async with agent("A1", "B1", "C1") as a:
+            await a.ask_text("p")
+            await a.ask_text("p", "A1", "q")
+            rewards = read_rewards({"score": 1, "id": "x", "turn": 2})
+            await a.session.managed.post_rewards(rewards)
+            await a.ask_text("edited")
+            await a.session.managed.post_rewards(rewards)
+            assert len(a.session.managed.rewards) == 1
+
+    run(test)
+
+
 def test_token_limit_is_exact() -> None:
     async def test() -> None:
         async with agent("a long answer", limits={"tokens": 10}) as a:

@@ -268,9 +268,9 @@ class ManagedSession:
         that one is for (`export/rewards.py`).
 
         A finalized session takes rewards, because its agent may have finalized it; not from the agent
-        itself. A reward with an `id` that was posted before, unchanged, is not added again, nor is one of a
-        request with the same idempotency key: a client that does not know whether its request arrived can
-        repeat it.
+        itself. A reward that equals the latest one with its `id` for its part is not added again, nor is one
+        of a request with the same idempotency key: a client that does not know whether its request arrived
+        can repeat it.
         """
         async with self.reward_lock:
             records = [
@@ -278,6 +278,7 @@ class ManagedSession:
                 for index, reward in enumerate(rewards)
             ]
             records = [record for record in records if record.request_key not in self.reward_request_keys]
+            records = self._without_repeats(records)
             if not records:
                 return
             if by_agent or self.state != "finalized":
@@ -287,11 +288,20 @@ class ManagedSession:
             resolved = await self._resolve_parts([read_recorded_reward(record.reward) for record in records])
             self.last_used = time.monotonic()
             for record, reward in zip(records, resolved, strict=True):
-                if "id" in reward and record.reward in map(_as_posted, self.rewards):
-                    continue
                 record = msgspec.structs.replace(record, reward=dict(reward))
                 await self._append_record(record)
                 self.apply(record)
+
+    def _without_repeats(self, records: Sequence[SessionRewarded]) -> list[SessionRewarded]:
+        """Returns the rewards without those that equal the latest one with their `id` for their part."""
+        latest = {_posting(reward): _as_posted(reward) for reward in self.rewards if "id" in reward}
+        kept: list[SessionRewarded] = []
+        for record in records:
+            posting = _posting(record.reward)
+            if "id" not in record.reward or latest.get(posting) != record.reward:
+                kept.append(record)
+                latest[posting] = record.reward
+        return kept
 
     async def _resolve_parts(self, rewards: Sequence[Reward]) -> Sequence[Reward]:
         if all(reward.keys().isdisjoint(PART_KEYS) for reward in rewards):
@@ -427,6 +437,11 @@ SessionObserver = Callable[[ManagedSession], None]
 def hash_key(key: str) -> bytes:
     """The hash under which a key is stored. Compare hashes in constant time."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _posting(reward: Mapping[str, Any]) -> tuple[object, ...]:
+    """What a repeated reward has in common with the first: its id and its part."""
+    return tuple([repr(reward.get(name)) for name in ("id", *PART_KEYS)])
 
 
 def _as_posted(reward: Mapping[str, Any]) -> dict[str, Any]:
