@@ -289,6 +289,29 @@ def test_a_reward_of_the_session_among_the_rewards_is_that_of_its_samples() -> N
     assert [sample.reward for sample in SampleStream(session.tree, rewards=[{"score": 1.0}])] == [1.0]
 
 
+@pytest.mark.parametrize("reward", [True, 1, np.float64(1), np.float32(1), np.bool_(True), np.int64(1)])
+def test_a_reward_of_an_export_is_a_plain_number(reward: Any) -> None:
+    session = linear_session()
+    (sample,) = export_samples(session.tree, reward=reward).samples
+    trajectories = [Trajectory.from_session(session, reward=reward)]
+    trajectories.append(trajectories[0].with_reward(0.5).with_reward(reward))
+    for found in (sample.reward, *(one.reward for one in trajectories), trajectories[1].samples[0].reward):
+        assert (found, type(found)) == (1.0, float)
+
+
+@pytest.mark.parametrize("reward", ["1", [1], float("inf"), float("nan")])
+def test_what_is_no_number_is_no_reward_of_an_export(reward: Any) -> None:
+    session = linear_session()
+    trajectory = Trajectory.from_session(session, reward=1.0)
+    for use in (
+        lambda: export_samples(session.tree, reward=reward),
+        lambda: Trajectory.from_session(session, reward=reward),
+        lambda: trajectory.with_reward(reward),
+    ):
+        with pytest.raises(MessageError, match="reward"):
+            use()
+
+
 @pytest.mark.parametrize(
     "reward",
     [

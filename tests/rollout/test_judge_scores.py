@@ -38,6 +38,7 @@ def scores_of(answer: object, count: int = 2) -> list[float | None]:
         f'{{"note": 1}} {answer_of(0.25, 1)} {{"1": 0.25}} [] {{"2": 1}} {{"3": 0, "4": 1}}',
         f"Thinking about {{it}} and [so on: {answer_of(0.25, 1)} ]",
         f'As ["quoted below]: {answer_of(0.25, 1)}',
+        f"Comparing trajectories 1, 2: the second is better.\n{answer_of(0.25, 1)}",
         f"{answer_of(0.25, 1)} which is {answer_of(0.25, 1)}",
         f"Perhaps {answer_of(1, 0)}? No.</think>{answer_of(0.25, 1)}",
         f'{{"scores": [{{"trajectory_id": "1"</think>{answer_of(0.25, 1)}',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -120,6 +121,28 @@ def test_a_run_id_that_a_pool_has_is_refused() -> None:
                         InputError, match="of which the gateway has session step1-a-0 already"
                     ):
                         await Rollout(pool, ask_once, run_id="step1").run(TASKS)
+
+    run(test)
+
+
+def test_a_second_run_of_a_rollout_waits_for_the_first() -> None:
+    async def test() -> None:
+        started, go_on = asyncio.Event(), asyncio.Event()
+
+        async def work(task: Mapping[str, Any], session: Any) -> float:
+            started.set()
+            await go_on.wait()
+            return await ask_once(task, session)
+
+        async with scripted_gateway() as gateway:
+            rollout = Rollout(gateway, work)
+            first = asyncio.create_task(rollout.run([{"id": "a", "prompt": "p"}]))
+            await started.wait()
+            with pytest.raises(InputError, match="this rollout is running"):
+                await rollout.run([{"id": "b", "prompt": "p"}])
+            go_on.set()
+            assert (await first).finished == 1
+            assert (await rollout.run([{"id": "b", "prompt": "p"}])).finished == 1
 
     run(test)
 

@@ -16,7 +16,7 @@ import numpy as np
 from branchline.core.call import count_not_applied
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
 from branchline.core.option_checks import check_count, check_flag, check_number
-from branchline.core.reward import read_rewards
+from branchline.core.reward import read_rewards, read_score
 from branchline.core.sample import (
     AnswerSpan,
     DroppedTokens,
@@ -130,7 +130,7 @@ class SampleStream:
         self.tree = tree
         self.policy = policy or ExportPolicy()
         self._session = session
-        self._reward = session_reward(rewards) if reward is None else reward
+        self._reward = session_reward(rewards) if reward is None else read_score(reward, "reward")
         fork_report = fork_report or classify_forks(tree)
         self._pruned = _pruned_nodes(tree, self.policy, fork_report)
         self.leaves = _limit_leaves(_kept_leaves(tree, self._pruned), self.policy, fork_report.main_leaf)

@@ -198,7 +198,7 @@ class Trajectory:
         """As `from_session`, for a tree that nothing changes meanwhile, with the rewards as its session has
         recorded them."""
         fork_report = classify_forks(tree)
-        reward = session_reward(rewards) if reward is None else reward
+        reward = session_reward(rewards) if reward is None else read_score(reward, "reward")
         stream = SampleStream(
             tree,
             policy,
@@ -287,6 +287,7 @@ class Trajectory:
     def with_reward(self, reward: float, extras: Mapping[str, Any] | None = None) -> Trajectory:
         """Returns the trajectory with a reward for the whole episode, and what was posted with it. Timelines
         and agents that have a reward of their own keep it."""
+        reward = read_score(reward, "reward")
         samples = [self._sample_with_reward(sample, reward, extras or {}) for sample in self.samples]
         return replace(self, reward=reward, samples=tuple(samples))
 

@@ -28,7 +28,7 @@ MAX_DEPTH = 64
 _EXPECTED = "expected one JSON object with a score from 0 to 1 for each trajectory"
 _ID_KEY, _SCORE_KEY, _SCORES_KEY = "trajectory_id", "score", "scores"
 _KEYS = r"(?:trajectory_id|scores?|\d{1,6})"
-_ANSWER_KEY = re.compile(rf"""(?:["']{_KEYS}["']|[{{,]\s*+{_KEYS})\s*+:""")
+_ANSWER_KEY = re.compile(rf"""(?:["']{_KEYS}["']|\{{\s*+{_KEYS})\s*+:""")
 
 
 @dataclass(frozen=True)

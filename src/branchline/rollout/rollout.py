@@ -159,6 +159,7 @@ class Rollout:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: list[TaskSessions] = []
         self._finished_tasks = 0
+        self._is_running = False
         self.stats = stats or RolloutStats()
         """The figures of the current run, or of the latest."""
 
@@ -166,10 +167,20 @@ class Rollout:
         """Runs all tasks (see `read_tasks`) and returns the figures of this run's sessions; if it is resumed,
         also of those that are in `stats`.
 
-        Raises InputError, before anything runs, for a task that names an unknown agent and, unless it is
-        resumed, for a `run_id` that a sink or the gateway has already. Raises SinkError if a sink fails;
-        running sessions are then aborted. Failures of sessions are in the figures.
+        Raises InputError, before anything runs: while another `run` of it is in progress, for a task that
+        names an unknown agent and, unless it is resumed, for a `run_id` that a sink or the gateway has
+        already. Raises SinkError if a sink fails; running sessions are then aborted. Failures of sessions
+        are in the figures.
         """
+        if self._is_running:
+            raise InputError("run: this rollout is running; wait for it, or make a Rollout for each")
+        self._is_running = True
+        try:
+            return await self._run(tasks)
+        finally:
+            self._is_running = False
+
+    async def _run(self, tasks: object) -> RolloutStats:
         run_id = new_run_id() if self._run_id is None else self._run_id
         self._groups = self._plan([replace(task, run=run_id) for task in read_tasks(tasks)])
         await self._check_new()
