@@ -129,7 +129,8 @@ def _limit(model: Any, context: float) -> float:
     """Returns the largest difference between log-probabilities that is rounding, given how much another
     context changes them."""
     tolerance = _TOLERANCES.get(model.dtype, _HALF_PRECISION_TOLERANCE)
-    return tolerance * context + _ROUNDING * torch.finfo(model.dtype).eps
+    rounding: float = _ROUNDING * torch.finfo(model.dtype).eps
+    return tolerance * context + rounding
 
 
 def _gradient_problem(model: Any, batch: PackedBatch) -> str:
