@@ -232,6 +232,7 @@ def test_a_run_whose_agents_all_asked_nothing_ends_with_code_1(
 def test_training_whose_agents_all_asked_nothing_ends_with_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.jsonl").write_text(json.dumps(TASK) + "\n")
     assert main(["train", "tasks.jsonl", "--command", "true", "--steps", "1", "--run-folder", "run"]) == 1

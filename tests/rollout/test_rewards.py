@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,7 +91,7 @@ def test_a_function_that_returns_nothing_is_told_so() -> None:
     ("value", "expected"),
     [
         (True, 1.0), (False, 0.0), ({"score": False}, 0.0), (np.bool_(True), 1.0), (np.float32(0.5), 0.5),
-        (np.int64(3), 3.0), (np.array(0.25), 0.25), (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0),
+        (np.int64(3), 3.0), (np.array(0.25), 0.25),
         (Decimal("0.5"), 0.5), (Fraction(1, 4), 0.25), (-2, -2.0), (({"score": 1}, {"score": 0.5}), 0.5),
     ],
 )  # fmt: skip
@@ -100,6 +99,13 @@ def test_numbers_of_every_kind_and_truth_values_are_scores(value: Any, expected:
     (result,) = rewarded(lambda task, trajectory: value).results
     assert result.reward == expected
     assert [sample.reward for sample in result.samples] == [expected]
+
+
+def test_a_number_of_torch_is_a_score() -> None:
+    torch = pytest.importorskip("torch")
+    for value, expected in ((torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0)):
+        (result,) = rewarded(lambda task, trajectory, value=value: value).results
+        assert result.reward == expected
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ CreditName = Literal["broadcast", "discounted", "per_branch"]
 NO_ANSWER = -1
 _EPSILON = 1e-4
 """Added to a standard deviation before dividing by it; TRL's value."""
-_EQUAL_STD = 1e-8
-"""Rewards with at most this standard deviation are equal."""
+_EQUAL_STD = 1e-12
+"""Rewards with at most this standard deviation, times their mean if that is above 1, are equal but for
+rounding."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class GroupStatistics:
 
     @property
     def has_equal_rewards(self) -> bool:
-        return self.std <= _EQUAL_STD
+        return self.std <= _EQUAL_STD * max(1.0, abs(self.mean))
 
     @property
     def scale(self) -> float:
