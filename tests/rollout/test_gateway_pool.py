@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -124,10 +125,19 @@ def test_sessions_of_a_gateway_that_is_restarted_under_its_url_continue(tmp_path
             first_url = next(iter(gateways))
 
             async def restart() -> None:
-                await gateways[first_url].stop()
                 port = int(first_url.rpartition(":")[2])
-                gateways[first_url] = await start_gateway(tmp_path / "a", port)
-                restarted.set()
+                try:
+                    await gateways[first_url].stop()
+                    while True:
+                        try:
+                            gateways[first_url] = await start_gateway(tmp_path / "a", port)
+                            break
+                        except OSError as error:  # a client of another test may have the port for a moment
+                            if error.errno != errno.EADDRINUSE:
+                                raise
+                            await asyncio.sleep(0.05)
+                finally:
+                    restarted.set()
 
             async def agent(task: Mapping[str, Any], session: Any) -> float:
                 answer = await ask_patiently(session, task["prompt"])
