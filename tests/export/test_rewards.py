@@ -156,16 +156,59 @@ def test_a_turn_whose_reasoning_the_template_drops_is_rewarded_where_it_was_samp
     assert export.report.unassigned_rewards == 0
 
 
-def test_the_reward_of_a_resumed_call_is_that_of_the_call_that_continued_it() -> None:
+def commit_attempt(session: Session, resumes: str, text: str, delivery: Delivery) -> None:
+    """Commits an answer to the first question that begins with those of the call that it resumes."""
+    turn = session.prepare(Request((USER,), resume_call_id=resumes))
+    ids = CODEC.encode(text)
+    call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32))).call
+    session.record_delivery(call, delivery)
+
+
+def resumed_session() -> Session:
     session = Session("s", CODEC)
-    for resumes, text in (("", "ha"), ("call-0", "half")):
-        turn = session.prepare(Request((USER,), resume_call_id=resumes))
-        ids = CODEC.encode(text)
-        call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32))).call
-        session.record_delivery(call, Delivery.DELIVERED if resumes else Delivery.CANCELLED)
-    rewards = [{"score": 1, "call": "call-0"}]
+    commit_attempt(session, "", "ha", Delivery.CANCELLED)
+    commit_attempt(session, "call-0", "half", Delivery.DELIVERED)
+    return session
+
+
+def test_the_reward_of_a_resumed_call_is_that_of_the_call_that_continued_it() -> None:
+    session, rewards = resumed_session(), [{"score": 1, "call": "call-0"}]
     assert spans_by_text(session, *rewards) == [[(1.0, "half")]]
     assert export_samples(session.tree, rewards=rewards).report.unassigned_rewards == 0
+
+
+def test_the_reward_of_a_timeline_that_ends_in_a_resumed_call_is_that_of_the_whole_answer() -> None:
+    session = Session("s", CODEC)
+    commit_attempt(session, "", "h", Delivery.CANCELLED)
+    (named,) = session.tree.leaves()
+    commit_attempt(session, "call-0", "ha", Delivery.CANCELLED)
+    commit_attempt(session, "call-1", "half", Delivery.DELIVERED)
+    reply = session.tree.nodes[-1].message
+    commit_reply(session, [USER, reply, Message("user", "x")], "A2")
+    export = export_samples(session.tree, rewards=[{"score": 1, "timeline": named.id}])
+    assert [sample.reward for sample in export.samples] == [1.0]
+    assert export.report.unassigned_rewards == 0
+
+
+def test_a_later_reward_of_a_resumed_answer_replaces_that_of_the_cancelled_one() -> None:
+    session = resumed_session()
+    cancelled, whole = (node.id for node in session.tree.nodes if node.is_sampled)
+    for first, second in ((cancelled, whole), (whole, cancelled)):
+        rewards = [{"score": 1, "timeline": first}, {"score": 2, "timeline": second}]
+        export = export_samples(session.tree, rewards=rewards)
+        assert [sample.reward for sample in export.samples] == [2.0]
+        assert export.report.unassigned_rewards == 0
+
+
+def test_a_timeline_that_was_continued_and_whose_call_was_resumed_has_its_reward_in_both_samples() -> None:
+    session = Session("s", CODEC)
+    commit_attempt(session, "", "ha", Delivery.CANCELLED)
+    cancelled = session.tree.nodes[-1]
+    commit_reply(session, [USER, cancelled.message, Message("user", "x")], "A2")
+    commit_attempt(session, "call-0", "half", Delivery.DELIVERED)
+    export = export_samples(session.tree, rewards=[{"score": 1, "timeline": cancelled.id}])
+    assert [sample.reward for sample in export.samples] == [1.0, 1.0]
+    assert export.report.unassigned_rewards == 0
 
 
 def test_rewards_that_no_sample_has_are_counted() -> None:

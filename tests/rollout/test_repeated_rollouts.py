@@ -239,6 +239,40 @@ def test_a_resumed_rollout_continues_the_figures_of_its_run_only(tmp_path: Path)
     run(test)
 
 
+def test_a_session_that_only_a_sink_knows_is_not_run_again(tmp_path: Path) -> None:
+    """Its result would be in no file, and its figures those of another one."""
+
+    async def test() -> None:
+        runs: list[str] = []
+
+        async def agent(task: Mapping[str, Any], session: Any) -> float:
+            runs.append(session.id)
+            return await ask_once(task, session)
+
+        folder = tmp_path / "folder"
+        async with scripted_gateway(journal=tmp_path / "journal") as gateway:
+            await Rollout(gateway, agent, sinks=[JsonlSink(folder)], run_id="r").run(TASKS[:1])
+            # The journal says how the session ended.
+            again = JsonlSink(folder)
+            await Rollout(gateway, agent, sinks=[again], resume=True, run_id="r").run(TASKS[:1])
+            assert len(runs) == 1
+        written = (folder / "trajectories.jsonl").read_text()
+        async with scripted_gateway() as gateway:
+            known = JsonlSink(folder)
+            rollout = Rollout(gateway, agent, sinks=[MemorySink(), known], resume=True, run_id="r")
+            expected = "session r-a-0: JsonlSink has it, and neither `stats` nor the journal say how"
+            with pytest.raises(InputError, match=expected):
+                await rollout.run(TASKS)
+            assert len(runs) == 1
+            assert (folder / "trajectories.jsonl").read_text() == written
+            sink = JsonlSink(folder)
+            rollout = Rollout(gateway, agent, sinks=[sink], stats=sink.stats, resume=True, run_id="r")
+            stats = await rollout.run(TASKS)
+            assert (stats.sessions, runs) == (2, ["r-a-0", "r-b-0"])
+
+    run(test)
+
+
 def test_a_run_id_that_a_sink_has_is_refused_before_anything_runs(tmp_path: Path) -> None:
     async def test() -> None:
         runs: list[str] = []

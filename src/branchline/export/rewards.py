@@ -6,7 +6,8 @@ A reward without one of the keys below is for the whole session; the last one co
     {"score": 1.0, "call": "chatcmpl-42"}    the answers of a call, by the id of its response
     {"score": 1.0, "turn": 2}                the second answer of the main conversation (or of an `agent`)
     {"score": 1.0, "timeline": 17}           a timeline by its `id`, the node that ends it; if it was
-                                             continued, every timeline through that node
+                                             continued, or its last call resumed, every timeline that
+                                             continues it
     {"score": 1.0, "tool": "search"}         a tool in the whole session; with `agent`, `call` or `turn`, in
                                              the answers of these that call it
 
@@ -232,8 +233,7 @@ def _targets(parts: _TreeParts, reward: Mapping[str, Any], tool: str) -> list[_T
         answers = [node for node in parts.answers(reward) if not tool or _has_tool_call(node, tool)]
         targets = [("answer", node.id) for node in answers]
     elif "timeline" in reward:
-        node_id = int(reward["timeline"])
-        targets = [("timeline", node_id)] if parts.has_timeline(node_id) else []
+        targets = [("timeline", node.id) for node in parts.timeline_ends(int(reward["timeline"]))]
     elif "agent" in reward:
         targets = [("agent", reward["agent"])]
     else:
@@ -279,6 +279,17 @@ class _TreeParts:
             return False
         node = self._tree.nodes[node_id]
         return node.is_sampled or not node.children
+
+    def timeline_ends(self, node_id: int) -> list[Node]:
+        """Returns the node that ends a timeline, or ended it before it was continued; none if there is no
+        such timeline. A cancelled answer that was resumed is continued by the whole answer, which is beside
+        it, and by messages after it."""
+        if not self.has_timeline(node_id):
+            return []
+        node = self._tree.nodes[node_id]
+        if not node.is_sampled or not self._tree.is_resumed(call := self._tree.call_of(node)):
+            return [node]
+        return [*([node] if node.children else []), *self._outputs(call)]
 
     def answers(self, reward: Mapping[str, Any]) -> list[Node]:
         """Returns the sampled nodes of the part that a reward, for a tool perhaps, is for."""

@@ -123,7 +123,8 @@ class Rollout:
         """`gateway` is that of this process, or a `GatewayPool`. `runners` is one agent for all tasks without
         an `agent_name`, or agents by name. `run_id` is a part of the ids of all sessions; None: each `run`
         chooses a new one. With `resume`, sessions of that `run_id` that a journal or `stats` know are not run
-        again; `stats` are then those of the sessions of that run that the sinks have."""
+        again; `stats` are then those of the sessions of that run that the sinks have. One that only a sink
+        knows is refused."""
         if reward is not None and judge is not None:
             raise InputError("judge: got a judge and a reward function, expected one of them")
         if judge is not None:
@@ -327,6 +328,12 @@ class Rollout:
             group.finished += written == ""
             return SessionEnd(EndCause(written) if written else None)
         if known is None:
+            if len(missing) < len(self._sinks):
+                (has, *_) = [type(sink).__name__ for sink in self._sinks if sink not in missing]
+                raise InputError(
+                    f"session {job.session_id}: {has} has it, and neither `stats` nor the journal say how "
+                    f"it ended; expected one of them: `stats` are the figures of run {job.task.run!r}"
+                )
             return None
         if await self._is_unscored(job, known[0]):
             slot.is_completed = True
