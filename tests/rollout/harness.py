@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,16 @@ async def scripted_gateway(
     engine = ScriptedEngine(codec, rule or replies("ok"))
     async with Gateway(engine=engine, codec=codec, journal=journal) as gateway:
         yield gateway
+
+
+def judge_ids(question: str) -> list[str]:
+    """Returns the ids of the trajectories that a judge is shown, in their order."""
+    return re.findall(r'^<trajectory id="(\w+)">$', question, re.MULTILINE)
+
+
+def judge_answer(messages: Sequence[Mapping[str, str]], *scores: Any) -> str:
+    """Returns the answer of a judge, with the scores of the trajectories in the order that they are shown."""
+    return json.dumps(dict(zip(judge_ids(messages[1]["content"]), scores, strict=True)))
 
 
 async def ask(session: Any, *messages: str | Mapping[str, Any], agent: str = "") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from branchline.rollout.run_folder import RunFolder
 from branchline.rollout.session_gateway import LocalGateway
 from branchline.rollout.stats import RolloutStats
 from branchline.rollout.tasks import read_tasks
-from tests.rollout.harness import ask, scripted_gateway
+from tests.rollout.harness import ask, judge_answer, scripted_gateway
 
 TASKS = [{"id": str(index), "prompt": f"question {index}"} for index in range(4)]
 N = 2
@@ -66,7 +66,7 @@ async def run_tasks(
 
     async def judge(messages: Any) -> str:
         failpoint.reach("scoring")
-        return '{"1": 0.25, "2": 0.75}'
+        return judge_answer(messages, 0.25, 0.75)
 
     def rule(request: ScriptedRequest) -> str:
         return f"answer to {request.last_line}"

@@ -28,7 +28,7 @@ from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.session_result import SessionJob
 from branchline.rollout.sinks import MemorySink
 from branchline.rollout.tasks import RolloutTask
-from tests.rollout.harness import ask, run, scripted_gateway
+from tests.rollout.harness import ask, judge_answer, run, scripted_gateway
 
 ADMIN_KEY = "ak-test"
 TASKS = [{"id": str(index), "prompt": f"question {index}"} for index in range(4)]
@@ -249,7 +249,7 @@ def test_bad_rewards_a_judge_and_staleness_work_as_with_one_gateway() -> None:
             return {"0": float("nan"), "1": "good", "2": np.float32(0.5)}.get(task["id"], 1)
 
         async def judge(messages: Any) -> str:
-            return '{"1": 0.25, "2": 0.75}'
+            return judge_answer(messages, 0.25, 0.75)
 
         async with two_gateways() as (pool, _):
             stats = await Rollout(pool, agent, reward=reward).run(TASKS)

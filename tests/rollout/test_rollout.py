@@ -16,7 +16,7 @@ from branchline.core.errors import InputError, SinkError
 from branchline.rollout.judge import RelativeJudge
 from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.sinks import JsonlSink, MemorySink, ParquetSink, Sink, read_lines
-from tests.rollout.harness import ask, ask_once, run, scripted_gateway
+from tests.rollout.harness import ask, ask_once, judge_answer, run, scripted_gateway
 
 TASKS = [{"id": str(index), "prompt": f"question {index}"} for index in range(4)]
 
@@ -429,10 +429,8 @@ def test_a_judge_that_returns_nonsense_fails_its_sessions_and_no_others() -> Non
             if "question 1" in text:
                 return "I would say they are all quite good."
             if "question 2" in text:
-                return (
-                    '{"scores": [{"trajectory_id": "1", "score": 0.75}, {"trajectory_id": "2", "score": 8}]}'
-                )
-            return '{"1": 0.5}'
+                return judge_answer(messages, 0.75, 8)
+            return judge_answer(messages, 0.5)
 
         async def answer(task: Mapping[str, Any], session: Any) -> None:
             await ask(session, f"{task['prompt']} {session.id}" if task["id"] == "2" else task["prompt"])

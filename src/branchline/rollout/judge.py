@@ -1,8 +1,9 @@
 """A judge that scores the trajectories of a group relative to each other, with an LLM.
 
 The judge is shown every history of every trajectory (`rollout/judge_prompt.py`). Equal trajectories are shown
-once and get one score, and the order of what is shown follows from the content. So shuffling or duplicating a
-group changes neither the request nor, with a deterministic judge, the scores.
+once and get one score, and the order of what is shown follows from the content, as do their ids with the
+judge's secret. So shuffling or duplicating a group changes neither the request nor, with a deterministic
+judge, the scores.
 
 Its answer is read by `rollout/judge_scores.py`. One that is not understood is asked for again, with what is
 wrong with it, `attempts` times at most. A judge that fails leaves its group without scores; it never raises.
@@ -20,6 +21,7 @@ import copy
 import inspect
 import json
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +105,8 @@ class RelativeJudge:
     """Groups that are judged at the same time."""
     timeout_s: float = 600.0
     """Time limit of one answer."""
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
+    """The ids of trajectories follow from it; agents must not know it."""
     _slots: asyncio.Semaphore | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -118,14 +122,14 @@ class RelativeJudge:
         """Returns the score of each trajectory, from 0 to 1, or why the judge gave none."""
         if not trajectories:
             return []
-        digests, count, question = await asyncio.to_thread(_pose_question, task, trajectories)
+        digests, ids, question = await asyncio.to_thread(_pose_question, task, trajectories, self.secret)
         self._slots = self._slots or asyncio.Semaphore(self.workers)
         async with self._slots:
-            judgements = await self._ask(question, count)
+            judgements = await self._ask(question, ids)
         by_digest = dict(zip(sorted(set(digests)), judgements, strict=True))
         return [by_digest[digest] for digest in digests]
 
-    async def _ask(self, question: str, count: int) -> list[Judgement]:
+    async def _ask(self, question: str, ids: Sequence[str]) -> list[Judgement]:
         """Asks until every trajectory has a score; else returns the answer with the most scores."""
         messages: list[dict[str, str]] = [
             {"role": "system", "content": instructions(self.rubric)},
@@ -141,17 +145,20 @@ class RelativeJudge:
                 )
             except Exception as error:
                 problem = _describe(error)
-                judgements = [Judgement(None, problem)] * count
+                judgements = [Judgement(None, problem)] * len(ids)
             else:
-                judgements, problem = await asyncio.to_thread(read_scores, answer, count)
+                judgements, problem = await asyncio.to_thread(read_scores, answer, ids)
             if not best or _count_scores(judgements) > _count_scores(best):
                 best = judgements
-            problem = problem or _invalid_scores(judgements)
+            problem = problem or _invalid_scores(judgements, ids)
             if not problem:
                 return judgements
             log.warning("judge: attempt %d of %d: %s", attempt, self.attempts, problem)
             if isinstance(answer, str):
-                again = f"This answer cannot be used: {problem}. Answer again with the whole JSON object."
+                again = (
+                    f"This answer cannot be used: {problem}. "
+                    f"Answer again with the whole JSON object. The ids are {', '.join(ids)}."
+                )
                 messages[2:] = [
                     {"role": "assistant", "content": answer[:_MAX_ECHO_CHARS]},
                     {"role": "user", "content": again},
@@ -230,20 +237,22 @@ def _check_score(score: object) -> Judgement:
     return read_judgement([float(score) if isinstance(score, bool) else score])
 
 
-def _pose_question(task: object, trajectories: Sequence[Trajectory]) -> tuple[list[str], int, str]:
-    """Returns the digest of each trajectory, the number of different ones, and what the judge is shown."""
+def _pose_question(
+    task: object, trajectories: Sequence[Trajectory], secret: bytes
+) -> tuple[list[str], list[str], str]:
+    """Returns the digest of each trajectory, the ids of the different ones, and what the judge is shown."""
     digests = [trajectory_digest(trajectory) for trajectory in trajectories]
     distinct = dict(zip(digests, trajectories, strict=True))
-    return digests, len(distinct), describe_group(task, [distinct[digest] for digest in sorted(distinct)])
+    return digests, *describe_group(task, [distinct[digest] for digest in sorted(distinct)], secret)
 
 
 def _count_scores(judgements: Sequence[Judgement]) -> int:
     return sum(judgement.score is not None for judgement in judgements)
 
 
-def _invalid_scores(judgements: Sequence[Judgement]) -> str:
+def _invalid_scores(judgements: Sequence[Judgement], ids: Sequence[str]) -> str:
     return "; ".join(
-        f"trajectory {number}: {judgement.problem}"
-        for number, judgement in enumerate(judgements, 1)
+        f"trajectory {name}: {judgement.problem}"
+        for name, judgement in zip(ids, judgements, strict=True)
         if judgement.problem
     )

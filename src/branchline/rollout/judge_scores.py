@@ -1,13 +1,13 @@
 """Reads the scores in the answer of a judge.
 
-The answer is the one JSON value of the text that has exactly the known ids, each once: a list of objects with
-`trajectory_id` and `score`, or an object from ids to scores, by itself or under `scores`. Text and other JSON
-around it are ignored, and so is everything before a `</think>`. No such value, two that differ, one beside
-another that scores a trajectory otherwise or cannot be read, or parts of one that is no valid JSON, is an
-error of the whole answer: what a broken answer quotes is not read.
+The answer is the one JSON value of the text that has exactly the ids that the judge was shown, each once: a
+list of objects with `trajectory_id` and `score`, or an object from ids to scores, by itself or under
+`scores`. Nobody but the judge knows these ids, so what it quotes is never an answer: other text and JSON is
+ignored, and so is everything before a `</think>`. No such value, two that differ, one beside another that
+scores a trajectory otherwise, or parts of one that is no valid JSON, is an error of the whole answer.
 A score that is no number from 0 to 1 is an error of its trajectory alone.
 
-    read_scores('Notes [0, 1]. {"scores": [{"trajectory_id": "1", "score": 0.5}]}', 1)
+    read_scores('Notes [0, 1]. {"scores": [{"trajectory_id": "k7f2qz", "score": 0.5}]}', ["k7f2qz"])
 
 Reading takes time linear in the length of any text.
 """
@@ -27,8 +27,8 @@ MAX_DEPTH = 64
 """Values nested deeper are not read as JSON."""
 _EXPECTED = "expected one JSON object with a score from 0 to 1 for each trajectory"
 _ID_KEY, _SCORE_KEY, _SCORES_KEY = "trajectory_id", "score", "scores"
-_KEYS = r"(?:trajectory_id|scores?|\d{1,6})"
-_ANSWER_KEY = re.compile(rf"""(?:["']{_KEYS}["']|\{{\s*+{_KEYS})\s*+:""")
+_ENTRY = re.compile(rf"""(?=["'](\w++)["']\s*+:|\{{\s*+(\w++)\s*+:|{_ID_KEY}["']?\s*+:\s*+["']?(\w++))""")
+"""The beginning of an entry and its id, with or without quotes. Entries may overlap."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Judgement:
     """Why there is no score."""
 
 
+class _AnswerError(Exception):
+    """What was got instead of an answer."""
+
+
 class _Object(tuple[tuple[str, Any], ...]):
     """The fields of a JSON object in order; a key may occur several times."""
 
@@ -48,49 +52,50 @@ class _Object(tuple[tuple[str, Any], ...]):
         return [value for name, value in self if name == key]
 
 
-def read_scores(answer: object, count: int) -> tuple[list[Judgement], str]:
-    """Returns what a judge says about the trajectories "1" to `count`, and what is wrong with the answer as a
+def read_scores(answer: object, ids: Sequence[str]) -> tuple[list[Judgement], str]:
+    """Returns what a judge says about the trajectories with these ids, and what is wrong with the answer as a
     whole, if anything. Never raises.
 
-    >>> read_scores('{"scores": [{"trajectory_id": "1", "score": 0.8}]} [0, 1]', 1)
+    >>> read_scores('{"scores": [{"trajectory_id": "k7f2qz", "score": 0.8}]} [0, 1]', ["k7f2qz"])
     ([Judgement(score=0.8, problem='')], '')
     """
+    try:
+        return _read_answer(answer, ids), ""
+    except _AnswerError as error:
+        problem = f"got {error}, {_EXPECTED}"
+        return [Judgement(None, problem)] * len(ids), problem
+
+
+def _read_answer(answer: object, ids: Sequence[str]) -> list[Judgement]:
     if not isinstance(answer, str):
-        return _no_scores(f"got {type(answer).__name__}, {_EXPECTED}", count)
+        raise _AnswerError(type(answer).__name__)
     if len(answer) > MAX_ANSWER_CHARS:
-        return _no_scores(f"got {len(answer):,} characters, expected at most {MAX_ANSWER_CHARS:,}", count)
-    known = [str(number) for number in range(1, count + 1)]
+        raise _AnswerError(f"{len(answer):,} characters, more than {MAX_ANSWER_CHARS:,}")
     begin = max(answer.rfind("</think>"), 0)
     spans = [span for span in json_spans(answer) if span[1] > begin]
-    if broken := _key_outside(answer, begin, spans):
-        return _no_scores(f"got {broken} outside of valid JSON, {_EXPECTED}", count)
-    incomplete = ""
-    found: list[Judgement] | None = None
+    if _has_entry_outside(answer, begin, spans, ids):
+        raise _AnswerError("parts of an answer outside of valid JSON")
+    complete: list[dict[str, Judgement]] = []
     partial: list[dict[str, Judgement]] = []
-    for value in (_decode(answer[start:end]) for start, end in spans):
-        entries = _score_entries(value)
-        if not entries:
-            if _has_answer_key(value):
-                return _no_scores(f"got an answer without ids and scores, {_EXPECTED}", count)
+    wrong = ""
+    for start, end in spans:
+        entries = _score_entries(_decode(answer[start:end]))
+        if {name for name, _ in entries}.isdisjoint(ids):
             continue
-        by_id = {name: read_judgement(scores) for name, scores in entries}
-        if wrong := _wrong_ids([name for name, _ in entries], known):
-            incomplete = wrong
-            partial.append(by_id)
-            continue
-        judgements = [by_id[name] for name in known]
-        if found is not None and found != judgements:
-            return _no_scores(f"got two different answers for all trajectories, {_EXPECTED}", count)
-        found = judgements
-    if found is None:
-        return _no_scores(f"got {incomplete or repr(answer[-200:])}, {_EXPECTED}", count)
-    complete = dict(zip(known, found, strict=True))
-    for part in partial:
-        if differing := sorted(name for name in part.keys() & complete if part[name] != complete[name]):
-            return _no_scores(
-                f"got two scores for trajectory {', '.join(differing)[:100]}, {_EXPECTED}", count
-            )
-    return found, ""
+        found = {name: read_judgement(scores) for name, scores in entries}
+        if wrong_ids := _wrong_ids([name for name, _ in entries], ids):
+            wrong = wrong_ids
+            partial.append(found)
+        else:
+            complete.append(found)
+    if not complete:
+        raise _AnswerError(wrong or repr(answer[-200:]))
+    scores = complete[0]
+    if any(found != scores for found in complete):
+        raise _AnswerError("two different answers for all trajectories")
+    if any(scores[name] != one for found in partial for name, one in found.items() if name in scores):
+        raise _AnswerError("two scores for a trajectory")
+    return [scores[name] for name in ids]
 
 
 def read_judgement(scores: Sequence[Any]) -> Judgement:
@@ -106,20 +111,16 @@ def read_judgement(scores: Sequence[Any]) -> Judgement:
     return Judgement(None, f"score: got {shown[:100]}, expected a number from 0 to 1")
 
 
-def _no_scores(problem: str, count: int) -> tuple[list[Judgement], str]:
-    return [Judgement(None, problem)] * count, problem
-
-
-def _key_outside(answer: str, begin: int, spans: Sequence[tuple[int, int]]) -> str:
-    """Returns a key that only an answer has, if it stands outside of every JSON value."""
-    for start, end in zip(
-        (begin, *(end for _, end in spans)), (*(start for start, _ in spans), None), strict=True
-    ):
-        if end is None or start < end:
-            match = _ANSWER_KEY.search(answer, start, len(answer) if end is None else end)
-            if match is not None:
-                return match[0]
-    return ""
+def _has_entry_outside(answer: str, begin: int, spans: Sequence[tuple[int, int]], ids: Sequence[str]) -> bool:
+    """Whether an entry of an id stands outside of every JSON value."""
+    ends = (begin, *(end for _, end in spans))
+    starts = (*(start for start, _ in spans), len(answer))
+    return any(
+        match[match.lastindex or 0] in ids
+        for end, start in zip(ends, starts, strict=True)
+        if end < start
+        for match in _ENTRY.finditer(answer, end, start)
+    )
 
 
 def _score_entries(value: Any) -> list[tuple[str, list[Any]]]:
@@ -128,9 +129,9 @@ def _score_entries(value: Any) -> list[tuple[str, list[Any]]]:
         value = tables[0] if len(tables) == 1 else None
     if isinstance(value, list) and all(isinstance(item, _Object) for item in value):
         names = [item.values_of(_ID_KEY) for item in value]
-        if all(len(ids) == 1 and isinstance(ids[0], str | int) for ids in names):
-            return [(str(ids[0]), item.values_of(_SCORE_KEY)) for ids, item in zip(names, value, strict=True)]
-    if isinstance(value, _Object) and all(name.isascii() and name.isdigit() for name, _ in value):
+        if all(len(ids) == 1 and isinstance(ids[0], str) for ids in names):
+            return [(ids[0], item.values_of(_SCORE_KEY)) for ids, item in zip(names, value, strict=True)]
+    if isinstance(value, _Object):
         return [
             (name, score.values_of(_SCORE_KEY) if isinstance(score, _Object) else [score])
             for name, score in value
@@ -138,24 +139,18 @@ def _score_entries(value: Any) -> list[tuple[str, list[Any]]]:
     return []
 
 
-def _has_answer_key(value: Any) -> bool:
-    """Whether a JSON value has a key that only an answer has, although it is none."""
-    parts = value if isinstance(value, list) else [value]
-    return any(
-        isinstance(part, _Object) and any(part.values_of(key) for key in (_ID_KEY, _SCORE_KEY, _SCORES_KEY))
-        for part in parts
-    )
-
-
-def _wrong_ids(names: Sequence[str], known: Sequence[str]) -> str:
-    """Returns which ids are missing, unknown or there several times; empty if none is."""
+def _wrong_ids(names: Sequence[str], ids: Sequence[str]) -> str:
+    """Returns how many ids are missing or there several times, and which are unknown; empty if none is."""
     counts = Counter(names)
-    kinds = (
-        ("no score for trajectory", [name for name in known if name not in counts]),
-        ("several scores for trajectory", [name for name in known if counts[name] > 1]),
-        ("the unknown trajectory", sorted(set(counts) - set(known))),
+    missing = sum(name not in counts for name in ids)
+    repeated = sum(counts[name] > 1 for name in ids)
+    unknown = sorted(set(counts) - set(ids))
+    problems = (
+        f"no score for {missing} of {len(ids)} trajectories" if missing else "",
+        f"several scores for {repeated} of {len(ids)} trajectories" if repeated else "",
+        f"the unknown trajectory {', '.join(unknown)[:100]}" if unknown else "",
     )
-    return "; ".join(f"{kind} {', '.join(ids)[:100]}" for kind, ids in kinds if ids)
+    return "; ".join(filter(None, problems))
 
 
 # -- JSON in a text ------------------------------------------------------------------------------------
