@@ -29,18 +29,40 @@ CALLS = (
 Encode = Callable[..., tuple[list[tuple[str, str]], Any]]
 
 
+# As Qwen3-Coder writes calls: text as it is, all else as JSON or as Python does.
+XML_CALLS = (
+    "{% for t in m.tool_calls or [] %}{{ '<function=' + t.function.name + '>' }}"
+    "{% for k, v in t.function.arguments | items %}{{ '<parameter=' + k + '>\\n' }}"
+    "{{ v if v is string else (v | tojson if v is mapping else v | string) }}"
+    "{{ '\\n</parameter>' }}{% endfor %}{{ '</function>' }}{% endfor %}"
+)
+VALUES = r'{"a":"x \"é\"\n","b":[1, -0.5,true ,null],"c":{"d": "","e":"y"},"f":false}'
+
+
 def template(
-    thinks: str = THINKS, calls: str = CALLS, generation_prompt: str = "<|start|>assistant\\n"
+    thinks: str = THINKS,
+    calls: str = CALLS,
+    generation_prompt: str = "<|start|>assistant\\n",
+    content: str = "m.content or ''",
+    end: str = "<|end|>\\n",
 ) -> str:
     return (
         "{% for m in messages %}{{ '<|start|>' + m.role + '\\n' }}"
         + thinks
-        + "{{ m.content or '' }}"
+        + "{{ "
+        + content
+        + " }}"
         + calls
-        + "{{ '<|end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '"
+        + "{{ '"
+        + end
+        + "' }}{% endfor %}{% if add_generation_prompt %}{{ '"
         + generation_prompt
         + "' }}{% endif %}"
     )
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {**CALL, "function": {"name": "f", "arguments": arguments}}
 
 
 def answer(content: str = "", reasoning: str = "", *calls: object) -> dict[str, Any]:
@@ -69,6 +91,12 @@ def encode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Encode:
     return run
 
 
+# As DeepSeek-R1 does.
+STRIPS_THINKING = "(m.content or '').split('</think>')[-1]"
+FIRST_ARGUMENT = CALLS.replace(
+    "t.function.arguments | tojson", "(t.function.arguments | items | list)[0] | string"
+)
+VALUES_ONLY = CALLS.replace("t.function.arguments | tojson", "t.function.arguments.values() | list | tojson")
 PROMPT = "<|start|>user\nq<|end|>\n<|start|>assistant\n"
 
 
@@ -90,6 +118,56 @@ def test_an_answer_is_encoded_with_its_reasoning_its_calls_and_its_stop_token(
     assert report["inexact_tokens"] == report["delivered_tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "calls", "text"),
+    [
+        (
+            VALUES,
+            CALLS,
+            '<tool_call>\n{"name": "f", "arguments": {"a": "x \\"é\\"\\n", "b": [1, -0.5, true, null], '
+            '"c": {"d": "", "e": "y"}, "f": false}}\n</tool_call>',
+        ),
+        (
+            '{"a": "x\\n", "b": 7, "c": true, "d": {"e": null}}',
+            XML_CALLS,
+            "<function=f><parameter=a>\nx\n\n</parameter><parameter=b>\n7\n</parameter>"
+            '<parameter=c>\nTrue\n</parameter><parameter=d>\n{"e": null}\n</parameter></function>',
+        ),
+        ("", XML_CALLS, "<function=f></function>"),
+        ("{}", XML_CALLS, "<function=f></function>"),
+    ],
+)
+def test_arguments_are_whole_in_the_spelling_of_the_template(
+    encode: Encode, arguments: str, calls: str, text: str
+) -> None:
+    rows, _ = encode(answer("", "", call(arguments)), template(calls=calls))
+    assert rows == [(PROMPT, f"{text}<|end|>")]
+
+
+@pytest.mark.parametrize("content", ["<think>zz</think>Hello", "  Hello \n", "x<|end|>y", "."])
+def test_text_is_encoded_as_it_is(encode: Encode, content: str) -> None:
+    rows, _ = encode(answer(content), template())
+    assert rows == [(PROMPT, f"{content}<|end|>")]
+
+
+def test_white_space_that_the_template_trims_may_be_lost(encode: Encode) -> None:
+    rows, _ = encode(answer(" Hello\n "), template(content="(m.content or '') | trim"))
+    assert rows == [(PROMPT, "Hello<|end|>")]
+
+
+def test_a_template_that_cuts_texts_reads_no_lists_of_parts(encode: Encode) -> None:
+    rows, _ = encode(answer("Hello"), template(content="(m.content or '')[:5]"))
+    assert rows == [(PROMPT, "Hello<|end|>")]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_what_the_template_writes_between_turns_is_no_part_of_an_answer(encode: Encode, reason: str) -> None:
+    rows, _ = encode(answer("Done. "), template(end="\\n"), reason)
+    assert rows == [("<|start|>user\nq\n<|start|>assistant\n", "Done. ")]
+    rows, _ = encode(answer("", "", CALL), template(end="\\n"))
+    assert [text for _, text in rows] == [CALL_TEXT]
+
+
 @pytest.mark.parametrize("reason", ["length", "abort"])
 def test_an_answer_that_was_cut_off_has_no_stop_token(encode: Encode, reason: str) -> None:
     rows, report = encode(answer("Done.", "Easy."), template(), reason)
@@ -109,6 +187,19 @@ def test_an_answer_that_was_cut_off_has_no_stop_token(encode: Encode, reason: st
             template(calls=CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")),
             "stop",
         ),
+        (answer("<think>zz</think>Hello"), template(content=STRIPS_THINKING), "stop"),
+        (answer("Hello"), template(content="(m.content or '') | upper"), "stop"),
+        (answer("Hello you"), template(content="(m.content or '')[:5]"), "stop"),
+        (answer("a  b"), template(content="(m.content or '') | replace('  ', ' ')"), "stop"),
+        (answer("", "", CALL), template(calls=CALLS.replace("t.function.arguments | tojson", "''")), "stop"),
+        (answer("", "", CALL), template(calls=CALLS.replace("t.function.name", "'g'")), "stop"),
+        (answer("", "", call('{"a": 1, "b": 2}')), template(calls=FIRST_ARGUMENT), "stop"),
+        (answer("", "", call('{"a": 1}')), template(calls=VALUES_ONLY), "stop"),
+        (answer("", "", call('{"a": 1, "a": 2}')), template(), "stop"),
+        (answer("", "", call('{"a": ')), template(), "stop"),
+        (answer("", "", call("[1]")), template(), "stop"),
+        ({**raw_message("assistant", ""), "refusal": "I do not."}, template(), "stop"),
+        ({**raw_message("assistant", "Hello"), "refusal": "I do not."}, None, "stop"),
         # The generation prompt is another one than that of answers in the history.
         (answer("Done."), template(generation_prompt="<|start|>assistant\\n<think>\\n"), "stop"),
         # The template closes what the model had not closed.

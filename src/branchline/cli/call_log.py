@@ -135,8 +135,8 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.inexact,
         help="merge by text: continue every call whose messages agree, also where the end of an answer in "
         "the later prompt is only estimated, and train tokens whose ids or prompts were not logged. With "
-        "--tokenizer answers without ids are encoded with reasoning, tool calls and stop token; what the "
-        "chat template does not show whole is counted (not_encoded) and not trained",
+        "--tokenizer answers without ids are encoded with reasoning, tool calls and stop token; an answer of "
+        "which the chat template leaves out or changes a part is counted (not_encoded) and not trained",
     )
     parser.add_argument(
         "--stop-id",

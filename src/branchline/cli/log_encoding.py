@@ -1,7 +1,8 @@
 """Encodes what a log has without ids: prompts and answers as the chat template writes them.
 
-An answer that the template does not show whole keeps no ids, so that nothing else is trained in its place: a
-part of it that the template leaves out, or reasoning or a call that was cut off and that a template closes.
+An answer that the template does not show whole keeps no ids, so that nothing else is trained in its place:
+a part of it that the template leaves out or changes (`whole_reply`), or reasoning or a call that was cut off
+and that a template closes.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import msgspec
-
 from branchline.chat.base import reply_to_text
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.call import Request
 from branchline.core.errors import CodecError, LogError
-from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 from branchline.timelines.log import CANCELLED_REASONS, LoggedCall, LoggedOutput, LogReader
 
@@ -68,26 +66,10 @@ class LogEncoder:
         """The ids of an answer with its stop token, unless it was cut off; None if it is not shown whole."""
         message = output.message
         is_cut = output.finish_reason == "length" or output.finish_reason in CANCELLED_REASONS
-        if is_cut and (message.tool_calls or (message.reasoning_content and not message.content)):
+        if is_cut and (message.tool_calls or not message.content.strip()):
             return None
-        if self._codec is None:
-            return (
-                None if message.reasoning_content.strip() else self.tokenizer.encode(reply_to_text(message))
-            )
-        shown = self._codec.render_reply(message)
-        if shown is None or any(
-            self._codec.render_reply(less) == shown for less in _with_one_part_less(message)
-        ):
+        if self._codec is not None:
+            return self._codec.encode_whole_reply(message, stop=not is_cut)
+        if message.reasoning_content.strip() or message.refusal:
             return None
-        return self._codec.encode_reply(message, stop=not is_cut)
-
-
-def _with_one_part_less(message: Message) -> Iterator[Message]:
-    """Yields the message without its text, without its reasoning, and without each of its tool calls."""
-    calls = message.tool_calls
-    if message.content.strip():
-        yield msgspec.structs.replace(message, content="")
-    if message.reasoning_content.strip():
-        yield msgspec.structs.replace(message, reasoning_content="")
-    for index in range(len(calls)):
-        yield msgspec.structs.replace(message, tool_calls=(*calls[:index], *calls[index + 1 :]))
+        return self.tokenizer.encode(reply_to_text(message))

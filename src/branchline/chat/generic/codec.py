@@ -37,6 +37,7 @@ from branchline.chat.generic.template_probe import (
     probe_template_traits,
 )
 from branchline.chat.generic.verbatim_builder import VerbatimBuilder
+from branchline.chat.generic.whole_reply import find_whole_reply
 from branchline.chat.parsing.detection import RenderedCall, closes_reasoning, detect_output_format
 from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
@@ -338,8 +339,33 @@ class GenericCodec(TokenizerCodec):
         if reply is None:
             return super().encode_reply(message)
         text, terminator = reply
+        return self._encode_rendered(message, text, terminator if stop else None)
+
+    def encode_whole_reply(self, message: Message, *, stop: bool = True) -> Ids | None:
+        """Returns the ids of a reply if the template shows all of it after its own generation prompt, else
+        None. White space that the template writes after a reply without a terminator is no part of it, and
+        without `stop` nothing that follows the content is."""
+        reply = self.render_reply(message)
+        if reply is None:
+            return None
+        text, terminator = reply
+        escape = self._escapes.of_context(message)
+        whole = find_whole_reply(message, text, self._render_reply_text, escape)
+        if whole is None or (not stop and not whole.ends_with_content):
+            return None
+        shown, after = text[: whole.parts_end], text[whole.parts_end :]
+        if not stop:
+            return self._encode_rendered(message, shown, None)
+        after = after if terminator is not None else after.rstrip()
+        return self._encode_rendered(message, shown + after, terminator)
+
+    def _render_reply_text(self, message: Message) -> str | None:
+        reply = self.render_reply(message)
+        return None if reply is None else reply[0]
+
+    def _encode_rendered(self, message: Message, text: str, terminator: int | None) -> Ids:
         ids = self.segment_encoder.encode(text, self.last_prompt_id(tools=bool(message.tool_calls)))
-        return as_ids([*ids.tolist(), terminator]) if stop and terminator is not None else ids
+        return as_ids([*ids.tolist(), terminator]) if terminator is not None else ids
 
     def last_prompt_id(self, *, tools: bool) -> int:
         """Returns the last id of a prompt, after which a reply is sampled."""

@@ -284,13 +284,15 @@ def probe_template_traits(
 
 
 def _probe_content_parts(probe: TemplateProbe) -> bool:
-    """Whether the template shows more messages if their text is a list of parts."""
+    """Whether the template shows more messages if their text is a list of parts, and not the list itself."""
     messages = [USER, ASSISTANT, NEXT_USER]
-    shown = []
-    for requires_parts in (False, True):
-        text = probe.with_traits(requires_content_parts=requires_parts).render_or_empty(messages)
-        shown.append(sum(message.content in text for message in messages))
-    return shown[1] > shown[0]
+    as_text, as_parts = (
+        probe.with_traits(requires_content_parts=requires_parts).render_or_empty(messages)
+        for requires_parts in (False, True)
+    )
+    shows_list = any(key in as_parts and key not in as_text for key in ("'type'", '"type"'))
+    shown = [sum(message.content in text for message in messages) for text in (as_text, as_parts)]
+    return shown[1] > shown[0] and not shows_list
 
 
 def _probe_reply_prefixes(probe: TemplateProbe) -> tuple[str, str]:
