@@ -179,6 +179,31 @@ def test_a_reward_with_an_id_may_be_corrected_back() -> None:
     run(test)
 
 
+def test_a_reward_with_an_id_may_be_corrected_back_when_its_answer_is_named_otherwise() -> None:
+    """By its turn, by its call, and by its turn again: the second is not a repetition, nor is the third."""
+
+    async def test() -> None:
+        async with agent("A1", "A2") as a:
+            await a.ask_text("p")
+            managed = a.session.managed
+            turn, call = {"turn": 1, "id": "x"}, {"call": managed.session.tree.calls[0].id, "id": "x"}
+            for first, second in ((turn, call), (call, turn)):
+                for score, part in ((1, first), (0, second), (1, first), (1, first)):
+                    await managed.post_rewards(read_rewards({"score": score, **part}))
+                    (sample,) = (await a.session.export()).samples
+                    assert [span.score for span in sample.rewards] == [score]
+            assert [reward["score"] for reward in managed.rewards] == [1, 0, 1] * 2
+            # In one request, too.
+            await managed.post_rewards(read_rewards([{"score": 0, **turn}, {"score": 1, **call}]))
+            await managed.post_rewards(
+                read_rewards([{"score": 0, **turn}, {"score": 1, **call}, {"score": 0, **turn}])
+            )
+            (sample,) = (await a.session.export()).samples
+            assert [span.score for span in sample.rewards] == [0.0]
+
+    run(test)
+
+
 def test_a_repeated_reward_is_known_again_when_its_turn_is_gone() -> None:
     async def test() -> None:
         async with agent("A1", "B1", "C1") as a:

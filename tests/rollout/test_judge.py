@@ -77,6 +77,9 @@ def test_ids_follow_from_the_secret_and_from_what_is_shown_and_from_nothing_else
     assert all(re.fullmatch(r"[b-df-hj-np-tv-z][b-df-hj-np-tv-z2-9]{5}", name) for name in ids)
     assert RelativeJudge(scripted_judge).secret != RelativeJudge(scripted_judge).secret
     assert "secret" not in repr(RelativeJudge(scripted_judge))
+    for wrong in ("text", b"", None):
+        with pytest.raises(InputError, match=r"secret: got \w+, expected bytes"):
+            RelativeJudge(scripted_judge, secret=wrong)  # type: ignore[arg-type]
 
 
 def test_an_id_that_a_text_has_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

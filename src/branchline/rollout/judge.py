@@ -114,6 +114,8 @@ class RelativeJudge:
             raise InputError(
                 f"complete: got {self.complete!r}, expected a ChatEndpoint or a function of messages"
             )
+        if not isinstance(self.secret, bytes) or not self.secret:
+            raise InputError(f"secret: got {type(self.secret).__name__}, expected bytes, at least one")
         for name, value in (("attempts", self.attempts), ("workers", self.workers)):
             if value < 1:
                 raise InputError(f"{name}: got {value}, expected 1 or more")

@@ -293,15 +293,36 @@ class ManagedSession:
                 self.apply(record)
 
     def _without_repeats(self, records: Sequence[SessionRewarded]) -> list[SessionRewarded]:
-        """Returns the rewards without those that equal the latest one with their `id` for their part."""
-        latest = {_posting(reward): _as_posted(reward) for reward in self.rewards if "id" in reward}
+        """Returns the rewards without those that equal the latest one with their `id` for their part, however
+        that was named."""
+        known = [reward for reward in self.rewards if "id" in reward]
+        latest = {self._rewarded_part(reward): reward for reward in known}
+        named = {_posting(reward): reward for reward in known}
+        current = {
+            posting: _as_posted(reward)
+            for posting, reward in named.items()
+            if latest[self._rewarded_part(reward)] is reward
+        }
         kept: list[SessionRewarded] = []
+        newest: dict[str, Mapping[str, Any]] = {}
+        """By id: the last reward of this request; what it is for is not known yet."""
         for record in records:
-            posting = _posting(record.reward)
-            if "id" not in record.reward or latest.get(posting) != record.reward:
-                kept.append(record)
-                latest[posting] = record.reward
+            posted = record.reward
+            if "id" in posted:
+                name = repr(posted["id"])
+                if posted == newest.get(name, current.get(_posting(posted))):
+                    continue
+                newest[name] = posted
+            kept.append(record)
         return kept
+
+    def _rewarded_part(self, reward: Mapping[str, Any]) -> tuple[object, ...]:
+        """Returns the id and the part of a recorded reward; a turn as the call that answered it."""
+        if "turn_node" not in reward:
+            return _posting(reward)
+        tree = self.session.tree
+        call = tree.call_of(tree.nodes[reward["turn_node"]])
+        return _posting({"id": reward["id"], "tool": reward.get("tool"), "call": call.id})
 
     async def _resolve_parts(self, rewards: Sequence[Reward]) -> Sequence[Reward]:
         if all(reward.keys().isdisjoint(PART_KEYS) for reward in rewards):
