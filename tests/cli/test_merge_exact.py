@@ -315,6 +315,88 @@ def test_equal_choices_of_one_response_in_lines_of_their_own_are_two_samples(mer
     assert (report["logged_twice"], len(samples)) == ([], 2)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("texts", [("first", "first"), ("first", "other")])
+def test_a_response_that_is_logged_whole_and_by_choice_is_trained_once(
+    merge: Merge, order: tuple[int, ...], is_streamed: bool, texts: tuple[str, str]
+) -> None:
+    lines = [log_line([U], text, PROMPT, [20 + place, STOP]) for place, text in enumerate(texts)]
+    for index, line in enumerate(lines):
+        line["response"]["id"] = "c"
+        line["response"]["choices"][0]["index"] = index
+    choices: list[Any] = [
+        {**choice, "message": {**choice["message"], "tool_calls": []}}
+        for choice in (line["response"]["choices"][0] for line in lines)
+    ]
+    whole = {**lines[0], "response": {**lines[0]["response"], "choices": choices}}
+    if is_streamed:
+        lines = [streamed(line) for line in lines]
+    log = [whole, *lines]
+    report, samples = merge([log[place] for place in order])
+    assert sorted(sample.response_ids.tolist() for sample in samples) == [[20, STOP], [21, STOP]]
+    assert sum(entry["tokens"] for entry in report["logged_twice"]) == 4
+    assert report["sampled_tokens"] == report["delivered_tokens"] == 4
+
+
+def test_of_a_response_that_is_logged_again_only_the_new_choices_are_trained(merge: Merge) -> None:
+    line = log_line([U], "first", PROMPT, [20, STOP])
+    line["response"]["id"] = "c"
+    (choice,) = line["response"]["choices"]
+    whole = {**line, "response": {**line["response"], "choices": [choice, {**choice, "index": 1}]}}
+    report, samples = merge([line, whole])
+    assert len(samples) == 2
+    assert report["logged_twice"] == [{"line": 2, "tokens": 2}]
+
+
+@pytest.mark.parametrize("options", [["--stop-id", STOP], ["--stop-id", STOP, "--ignore-tools"]])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_repaired_call_continues_no_answer_with_other_spaces_beside_one_that_is_verbatim(
+    merge: Merge, options: list[object], is_first: bool
+) -> None:
+    # The verbatim answer was ended by a stop string, so nothing tells where it ends in the next prompt.
+    verbatim = log_line([U], "first\n", PROMPT, [20, OBSERVATION])
+    trimmed = log_line([U], "first", PROMPT, [21, STOP])
+    messages = [U, raw_message("assistant", "first\n"), V]
+    later = log_line(messages, "done", [*PROMPT, 22, STOP, 60, STOP], [30, STOP])
+    answers = [trimmed, verbatim] if is_first else [verbatim, trimmed]
+    report, samples = merge([*answers, later], "--repair", *options)
+    assert report["repairs"] == []
+    assert report["kept_apart"] == [{"line": 3, "options": ["--inexact"]}]
+    assert contexts(samples) == logged([*answers, later])
+    # Without it, the white space may have been trimmed by the client.
+    report, _ = merge([trimmed, later], "--repair", *options)
+    assert [repair["method"] for repair in report["repairs"]] == ["stop_token"]
+
+
+@pytest.mark.parametrize("reason", [None, "", ...])
+def test_an_answer_without_a_finish_reason_is_counted_and_not_trained(merge: Merge, reason: object) -> None:
+    line = log_line([U], "first", PROMPT, [20, STOP])
+    (choice,) = line["response"]["choices"]
+    del choice["finish_reason"]
+    if reason is not ...:
+        choice["finish_reason"] = reason
+    report, samples = merge([line])
+    assert samples == []
+    assert [(entry["reason"], entry["tokens"]) for entry in report["dropped"]] == [("cancelled", 2)]
+
+
+def test_fewer_ids_than_the_server_counted_are_refused(merge: Merge) -> None:
+    line = log_line([U], "first", PROMPT, [20, STOP])
+    line["response"]["usage"] = {"completion_tokens": 9}
+    choice = line["response"]["choices"][0]
+    problem = "response.usage.completion_tokens: got 9, expected 2, the number of token_ids"
+    assert problem in merge([line], code=2)
+    both = {**line, "response": {**line["response"], "choices": [choice, choice]}}
+    assert problem.replace("expected 2", "expected 4") in merge([both], code=2)
+    # The other choices, which are counted too, stand in other lines.
+    for part in (
+        {**line, "request": {**line["request"], "n": 2}},
+        {**line, "response": {**line["response"], "choices": [{**choice, "index": 1}]}},
+    ):
+        assert len(merge([part])[1]) == 1
+
+
 def test_a_call_that_was_logged_twice_is_trained_once_and_counted(merge: Merge) -> None:
     call = {**JOINED[0], "response": {**JOINED[0]["response"], "id": "chatcmpl-1"}}
     report, samples = merge([call, call, JOINED[1]])
@@ -369,9 +451,12 @@ def test_all_bad_lines_are_counted_and_the_way_to_read_the_others_is_named(merge
 def streamed(line: LogLine, finish: str | None = "stop") -> LogLine:
     response = line["response"]
     (choice,) = response["choices"]
-    entries = choice["logprobs"]["content"]
+    entries, index = choice["logprobs"]["content"], choice.get("index", 0)
     chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "id": "c"}
+        {
+            "choices": [{"index": index, "delta": {"role": "assistant", "content": ""}}],
+            "id": response.get("id", "c"),
+        }
     ]
     chunks[0]["prompt_token_ids"] = response["prompt_token_ids"]
     text = choice["message"]["content"]
@@ -381,11 +466,11 @@ def streamed(line: LogLine, finish: str | None = "stop") -> LogLine:
         chunks.append(
             {
                 "choices": [
-                    {"index": 0, "delta": {"content": part}, "token_ids": [token], "logprobs": logprobs}
+                    {"index": index, "delta": {"content": part}, "token_ids": [token], "logprobs": logprobs}
                 ]
             }
         )
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    chunks.append({"choices": [{"index": index, "delta": {}, "finish_reason": finish}]})
     return {**line, "response": chunks}
 
 

@@ -111,6 +111,23 @@ def test_a_character_that_two_chunks_share_is_whole() -> None:
     assert output.message.content == "\U0001f600!"
 
 
+def test_what_is_said_again_is_read_once() -> None:
+    again = [{**one, "model": "served", "prompt_token_ids": [1, 2]} for one in STREAM]
+    call = read([{**FIRST, "id": "", "model": ""}, *again[1:], chunk(finish="stop"), chunk(finish="")])
+    assert (call.id, call.model, ids_of(call)) == ("chatcmpl-1", "served", [[3, 4, 5]])
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == [1, 2]
+
+
+def test_a_choice_keeps_its_index_and_the_ids_of_its_prompt() -> None:
+    only = chunk(1, [3], "stop", content="b")
+    only["choices"][0]["prompt_token_ids"] = [1, 2]
+    call = read([only])
+    assert [output.index for output in call.outputs] == [1]
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("response", [STREAM[:3], as_events(STREAM)[:-290]], ids=["chunks", "events"])
 def test_a_stream_without_a_finish_reason_was_cut_off(response: object) -> None:
     call = read(response)
@@ -142,6 +159,13 @@ def test_ids_without_logprobs_are_not_measured() -> None:
         ([3], "response[0]: got 3, expected a chunk of a chat completion"),
         ([{"type": "message_start"}], "response[0]: got {'type': 'message_start'}, expected a chunk"),
         ([*STREAM[:2], {**STREAM[2], "id": "other"}], "response[2].id: got 'other', expected 'chatcmpl-1'"),
+        ([*STREAM[:2], {**STREAM[2], "model": "n"}], "response[2].model: got 'n', expected 'served'"),
+        ([FIRST, {**STREAM[1], "prompt_token_ids": [9]}], "response[1].prompt_token_ids: got [9], expected "),
+        (
+            [FIRST, {**chunk(), "choices": [{"delta": {}, "prompt_token_ids": [9]}]}],
+            "response.choices[0].prompt_token_ids: got [9], expected those of response.prompt_token_ids",
+        ),
+        ([*STREAM, chunk(finish="length")], "choices[0].finish_reason: got 'length', expected 'stop'"),
         ([*STREAM, chunk(ids=[6], content="c")], "expected none after the finish reason 'stop'"),
         ([*STREAM, chunk(content="c")], "expected none after the finish reason 'stop'"),
         ([{"error": {"message": "busy"}}], "response[0].error: got {'message': 'busy'}"),

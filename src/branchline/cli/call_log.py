@@ -44,10 +44,11 @@ one line of CALLS.jsonl (wrapped here):
                              "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}]}}
   request and response are those of a chat completion, with token ids in the fields that vLLM fills under
   return_token_ids. session, agent, token ids and logprobs are optional; without token ids and logprobs
-  nothing can be trained exactly.
+  nothing can be trained exactly. A choice without a finish reason was cut off; it is counted and not trained.
 
-  response may also be a stream: a list of chunks, or the text of server-sent events. CALLS.jsonl may be
-  compressed with gzip.
+  response may also be a stream: a list of chunks, or the text of server-sent events. A response with several
+  choices may be logged as one line per choice, each with its index; equal answers under one response id and
+  index are one. CALLS.jsonl may be compressed with gzip.
 
 what is merged:
   By default a call continues an answer if its messages repeat it (roles, texts and tool calls) and its logged

@@ -41,6 +41,7 @@ _REMEDIES = {
     DropReason.INEXACT: "ids or prompt not logged; --inexact trains them",
     "no_token_ids": "--tokenizer with --inexact encodes and trains them",
     "not_encoded": "logged without ids, and the tokenizer's chat template does not show them whole",
+    DropReason.CANCELLED: "cut off, or logged without a finish reason",
     DropReason.UNTRAINED: "--train-model, --rule",
 }
 

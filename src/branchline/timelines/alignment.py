@@ -59,6 +59,8 @@ class AlignmentMethod(StrEnum):
 
 
 _BY_CERTAINTY = list(AlignmentMethod)
+UNCERTAIN_METHODS = frozenset((AlignmentMethod.STOP_TOKEN, AlignmentMethod.ESTIMATE))
+"""Methods by which the prompt may show another text than the sampled ids."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Aligner:
         if method == AlignmentMethod.ESTIMATE and (path.reasoning.in_context or path.reasoning.in_outputs):
             return None
         end, end_method = self._find_end(prompt, start, path, following)
-        is_uncertain = end_method in (AlignmentMethod.STOP_TOKEN, AlignmentMethod.ESTIMATE)
+        is_uncertain = end_method in UNCERTAIN_METHODS
         if is_uncertain and (path.reasoning.in_output or self._shows_reasoning(path.sampled)):
             # The template has probably dropped the reasoning.
             return None

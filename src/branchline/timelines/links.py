@@ -5,8 +5,9 @@ prompt begins with the ids of that output's prompt and the sampled ids; by token
 it repeats. Such a link is exact. A `MergePolicy` can allow links that are not: each permission allows one
 thing, and a call that is kept apart because a permission is missing is reported with it.
 
-Among several candidates ids decide, then echoed wire ids, then whether the output was complete, then the
-number of ids that agree, then the number of equivalences, then the order of the log.
+Among several candidates ids decide, then bytes, then echoed wire ids, then whether the output was complete,
+then the number of ids that agree, then the number of equivalences, then the order of the log. Where only
+texts tell, an output that differs by white space is no candidate beside one of the same prompt that does not.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from branchline.core.call import Equivalence
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.option_checks import check_flag
 from branchline.core.token_arrays import NO_IDS, Ids
 from branchline.timelines.alignment import (
     NOTHING,
+    UNCERTAIN_METHODS,
     Aligner,
     Alignment,
     AlignmentMethod,
@@ -215,15 +218,18 @@ class _TextLinker:
             if found is None:
                 continue
             link, needs = found
+            echoed_ids = _count_echoed_ids(output.message, call.request.messages[depth - 1 :])
+            proof, length = _proof(link.alignment)
+            shows_text_only = link.alignment is None or link.alignment.method in UNCERTAIN_METHODS
+            if (
+                shows_text_only
+                and Equivalence.TRIMMED_WHITESPACE in used
+                and self._has_verbatim(call_index, depth, echoed_ids)
+            ):
+                continue
             if missing := self._policy.missing(needs):
                 apart = apart or (depth, KeptApart(call.line, missing))
                 continue
-            proof, length = 1, 0
-            if link.alignment is not None:
-                is_identical = link.alignment.method == AlignmentMethod.IDENTICAL
-                proof, length = (0, link.alignment.end) if is_identical else (2, 0)
-            echoed = bool(output.message.id) and output.message.id == shown.id
-            echoed_ids = echoed + _count_echoed_calls(output.message, call.request.messages[depth - 1 :])
             is_cancelled = output.finish_reason in CANCELLED_REASONS
             rank = (proof, -echoed_ids, is_cancelled, -length, len(used))
             if best is None or rank < best_rank:
@@ -238,6 +244,20 @@ class _TextLinker:
                 break
         is_longer = apart is not None and (best is None or apart[0] > best.depth)
         return best, apart[1] if apart is not None and is_longer else None
+
+    def _has_verbatim(self, call_index: int, depth: int, echoed_ids: int) -> bool:
+        """Whether an output of the same prompt has the text that a call shows, white space included, and as
+        many wire ids. Then the call continues none that differs, even if it cannot continue this one."""
+        messages = self._calls[call_index].request.messages
+        for other_depth, parent, choice in self._index.matches(call_index):
+            if other_depth < depth:
+                break
+            message = self._calls[parent].outputs[choice].message
+            used = match_echo(message, messages[depth - 1]) if other_depth == depth else None
+            is_verbatim = used is not None and Equivalence.TRIMMED_WHITESPACE not in used
+            if is_verbatim and _count_echoed_ids(message, messages[depth - 1 :]) >= echoed_ids:
+                return True
+        return False
 
     def _link_by_ids(
         self, call: LoggedCall, depth: int, parent: int, choice: int
@@ -355,10 +375,22 @@ def _all_echoed(shown: Message, echoed: int) -> bool:
     return echoed == bool(shown.id) + len({call.id for call in shown.tool_calls if call.id})
 
 
-def _count_echoed_calls(output: Message, shown: Sequence[Message]) -> int:
+def _proof(alignment: Alignment | None) -> tuple[int, int]:
+    """Returns how well ids prove a link, 0 best, and how many are equal: all ids, no ids known, bytes or the
+    ids after another beginning, text only."""
+    if alignment is None:
+        return 1, 0
+    if alignment.method == AlignmentMethod.IDENTICAL:
+        return 0, alignment.end
+    return (3 if alignment.method in UNCERTAIN_METHODS else 2), 0
+
+
+def _count_echoed_ids(output: Message, shown: Sequence[Message]) -> int:
+    """Returns how many wire ids of an output the client sent back, in the message or in tool results."""
+    echoed_message = bool(output.id) and output.id == shown[0].id
     known = {call.id for call in output.tool_calls if call.id}
     if not known:
-        return 0
+        return int(echoed_message)
     echoed = {call.id for call in shown[0].tool_calls}
     echoed.update(message.tool_call_id for message in shown[1:] if message.role == "tool")
-    return len(known & echoed)
+    return echoed_message + len(known & echoed)

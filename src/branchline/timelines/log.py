@@ -12,7 +12,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,7 @@ from branchline.core.errors import InputError, LogError, MessageError
 from branchline.core.message import Message
 from branchline.core.reader import decode_json_keeping_surrogates, read_message, replace_surrogates
 from branchline.core.token_arrays import Floats, Ids, as_ids
-from branchline.timelines.streamed import join_stream
+from branchline.timelines.streamed import TRUNCATED, join_stream
 
 _TOKEN_ID_LIMIT = 2**31
 _LOGPROB_LIMIT = float(np.finfo(np.float32).max)
@@ -171,12 +171,13 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
     if not isinstance(choices, list) or not choices:
         raise MessageError("response.choices", choices, "a non-empty list")
     outputs = tuple(
-        read_choice(choice, f"response.choices[{index}]", response.get("id"))
+        read_choice(choice, f"response.choices[{index}]", response.get("id"), index)
         for index, choice in enumerate(choices)
     )
     for index, output in enumerate(outputs):
         if output.ids is not None and not len(output.ids) and not output.message.is_empty:
             raise MessageError(f"response.choices[{index}].token_ids", [], "the ids of its text, or null")
+    _check_usage(raw["request"], response, outputs)
     model = _read_name(response, "model", "response.") or _read_name(raw["request"], "model", "request.")
     return LoggedCall(
         request,
@@ -204,6 +205,23 @@ def _read_prompt_ids(response: Mapping[str, Any]) -> Ids | None:
     return read_token_ids(found, path)
 
 
+def _check_usage(
+    request: Mapping[str, Any], response: Mapping[str, Any], outputs: Sequence[LoggedOutput]
+) -> None:
+    """Raises MessageError if the server counted more tokens than the line has ids. The count is that of all
+    choices: nothing is compared where the request or an index says that a choice stands in another line."""
+    usage = response.get("usage")
+    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    asked = request.get("n")
+    choices = max(asked if type(asked) is int else 1, *(output.index + 1 for output in outputs))
+    ids = [output.ids for output in outputs if output.ids is not None]
+    if type(counted) is not int or len(ids) < len(outputs) or len(outputs) < choices:
+        return
+    known = sum(map(len, ids))
+    if known < counted:
+        raise MessageError("response.usage.completion_tokens", counted, f"{known}, the number of token_ids")
+
+
 def _read_name(raw: Mapping[str, Any], key: str, prefix: str) -> str:
     value = raw.get(key)
     if value is None:
@@ -213,9 +231,10 @@ def _read_name(raw: Mapping[str, Any], key: str, prefix: str) -> str:
     return replace_surrogates(value)
 
 
-def read_choice(raw: object, field_path: str, response_id: object = None) -> LoggedOutput:
+def read_choice(raw: object, field_path: str, response_id: object = None, position: int = 0) -> LoggedOutput:
     """Reads a choice of a chat completion. Its ids are `token_ids`, or the tokens of its logprobs if the
-    server wrote them as `token_id:N`."""
+    server wrote them as `token_id:N`. Without a finish reason it was cut off; without an index, `position` is
+    its index."""
     if not isinstance(raw, dict):
         raise MessageError(field_path, raw, "an object with a message")
     body = raw.get("message")
@@ -248,7 +267,13 @@ def read_choice(raw: object, field_path: str, response_id: object = None) -> Log
     index = raw.get("index")
     if index is not None and type(index) is not int:
         raise MessageError(f"{field_path}.index", index, "an integer")
-    return LoggedOutput(message, ids, logprobs, replace_surrogates(reason or "stop"), index=index or 0)
+    return LoggedOutput(
+        message,
+        ids,
+        logprobs,
+        replace_surrogates(reason or TRUNCATED),
+        index=position if index is None else index,
+    )
 
 
 def _ids_of_tokens(logprobs: object, field_path: str) -> Ids | None:

@@ -17,7 +17,7 @@ are found by their messages, and every path still has exactly the ids of prompt 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,7 +28,7 @@ from branchline.core.message import Message
 from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, as_ids, normalize_runs
 from branchline.timelines.alignment import AlignmentMethod
 from branchline.timelines.links import KeptApart, Link, MergePolicy, find_links
-from branchline.timelines.log import CANCELLED_REASONS, LoggedCall
+from branchline.timelines.log import CANCELLED_REASONS, LoggedCall, LoggedOutput
 from branchline.tree.match import match_echo
 from branchline.tree.tree import NO_NODE, Delivered, NewNode, Node, Tree, TreeDelta
 
@@ -60,7 +60,8 @@ class MergeResult:
     duplicates: list[OutputRef] = field(default_factory=list)
     """Outputs left out because an equal one is kept."""
     repeated: list[LoggedCall] = field(default_factory=list)
-    """Calls left out because the log has them twice: the same response, under the same id."""
+    """Calls with the outputs that are left out because an earlier line has them: equal ones, under the same
+    response id and index."""
     kept_apart: list[KeptApart] = field(default_factory=list)
     """Calls that would continue a longer path if the policy allowed it."""
 
@@ -136,33 +137,44 @@ def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> Mer
 
 
 def _split_repeated(calls: Sequence[LoggedCall]) -> tuple[list[LoggedCall], list[LoggedCall]]:
-    """Returns the calls, and those that an earlier line has with the same response and response id."""
+    """Returns the calls, and with the same lines the outputs that an earlier line has under the same response
+    id and index: a response may be logged twice, also once whole and once choice by choice."""
     kept: list[LoggedCall] = []
     repeated: list[LoggedCall] = []
     seen: set[object] = set()
     for call in calls:
-        identity = (
-            call.id,
-            call.agent,
-            call.model,
-            call.request.message_keys,
-            call.request.prompt_config_digest,
-            _to_bytes(call.prompt_ids),
-            tuple(
-                (
-                    output.index,
-                    _to_bytes(output.ids),
-                    _to_bytes(output.logprobs),
-                    output.finish_reason,
-                    output.message,
-                )
-                for output in call.outputs
-            ),
-        )
-        (repeated if call.id and identity in seen else kept).append(call)
-        if call.id:
-            seen.add(identity)
+        identities = [_identity(call, output) for output in call.outputs]
+        is_old = [bool(call.id) and identity in seen for identity in identities]
+        seen.update(identities)
+        if not any(is_old):
+            kept.append(call)
+            continue
+        for group, wanted in ((kept, False), (repeated, True)):
+            outputs = tuple(output for output, old in zip(call.outputs, is_old, strict=True) if old == wanted)
+            if outputs:
+                group.append(replace(call, outputs=outputs))
     return kept, repeated
+
+
+def _identity(call: LoggedCall, output: LoggedOutput) -> object:
+    return (
+        call.id,
+        call.agent,
+        call.model,
+        call.request.message_keys,
+        call.request.prompt_config_digest,
+        _to_bytes(call.prompt_ids),
+        output.index,
+        _to_bytes(output.ids),
+        _to_bytes(output.logprobs),
+        output.finish_reason,
+        *_texts(output.message),
+    )
+
+
+def _texts(message: Message) -> tuple[object, ...]:
+    """What two equal messages share, however they were written as JSON."""
+    return message.key, message.content, message.reasoning_content
 
 
 def _to_bytes(values: Ids | Floats | None) -> bytes | None:
@@ -187,12 +199,11 @@ def _duplicates(
     outputs = [(index, choice) for index, call in enumerate(calls) for choice in range(len(call.outputs))]
     for index, choice in sorted(outputs, key=lambda output: output not in continued):
         call, output = calls[index], calls[index].outputs[choice]
-        message = output.message
         identity: tuple[object, ...] = (
             scopes[index],
             call.request.message_keys,
             b"" if policy.ignore_tools else call.request.prompt_config_digest,
-            (message.key, message.content, message.reasoning_content),
+            _texts(output.message),
         )
         if not policy.inexact:
             identity += (_to_bytes(call.prompt_ids), _to_bytes(output.ids))

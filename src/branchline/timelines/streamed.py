@@ -25,8 +25,9 @@ TRUNCATED = "cancelled"
 def join_stream(raw: Sequence[object] | str) -> dict[str, Any]:
     """Returns the response of a stream; raises MessageError with the position of a chunk that is none.
 
-    >>> join_stream([{"choices": [{"delta": {"content": "a"}}]}, {"choices": [{"delta": {"content": "b"}}]}])
-    {'choices': [{'message': {'role': 'assistant', 'content': 'ab'}, 'finish_reason': 'cancelled'}]}
+    >>> chunks = [{"choices": [{"delta": {"content": "a"}}]}, {"choices": [{"delta": {"content": "b"}}]}]
+    >>> join_stream(chunks)["choices"]
+    [{'index': 0, 'message': {'role': 'assistant', 'content': 'ab'}, 'finish_reason': 'cancelled'}]
     """
     chunks = _read_events(raw) if isinstance(raw, str) else raw
     response: dict[str, Any] = {}
@@ -41,11 +42,8 @@ def join_stream(raw: Sequence[object] | str) -> dict[str, Any]:
             break  # The rest of the answer was never sent.
         if "choices" not in chunk and "usage" not in chunk:
             raise MessageError(path, chunk, "a chunk of a chat completion (an object with choices)")
-        if chunk.get("id") and response.get("id", chunk["id"]) != chunk["id"]:
-            raise MessageError(f"{path}.id", chunk["id"], f"{response['id']!r}, as in the chunks before it")
-        for name in ("id", "model", "prompt_token_ids", "usage"):
-            if chunk.get(name) not in (None, ""):
-                response.setdefault(name, chunk[name])
+        for name in ("id", "model", "prompt_token_ids"):
+            _keep_equal(response, name, chunk.get(name), path)
         if chunk.get("usage"):
             response["usage"] = chunk["usage"]
         entries = chunk.get("choices") or []
@@ -53,8 +51,7 @@ def join_stream(raw: Sequence[object] | str) -> dict[str, Any]:
             raise MessageError(f"{path}.choices", entries, "a list")
         for index, entry in enumerate(entries):
             _add_entry(choices, entry, f"{path}.choices[{index}]", index)
-    response["choices"] = [choices[index].to_json() for index in sorted(choices)]
-    _check_usage(response)
+    response["choices"] = [{"index": index, **choices[index].to_json()} for index in sorted(choices)]
     return response
 
 
@@ -107,7 +104,12 @@ class _Choice:
     logprobs: list[object] | None = None
     unmeasured: int = 0
     """Ids before the first logprobs."""
-    finish_reason: object = None
+    shared: dict[str, Any] = field(default_factory=dict)
+    """The finish reason and the ids of the prompt, which may stand in several chunks."""
+
+    @property
+    def finish_reason(self) -> object:
+        return self.shared.get("finish_reason")
 
     def add(self, entry: Mapping[str, Any], path: str) -> None:
         delta = entry.get("delta")
@@ -130,8 +132,8 @@ class _Choice:
                 path, "text or token_ids", f"none after the finish reason {self.finish_reason!r}"
             )
         self._add_tokens(entry, path, has_text)
-        if entry.get("finish_reason") is not None:
-            self.finish_reason = entry["finish_reason"]
+        for name in ("finish_reason", "prompt_token_ids"):
+            _keep_equal(self.shared, name, entry.get(name), path)
 
     def _add_tool_calls(self, delta: Mapping[str, Any], path: str) -> bool:
         parts = delta.get("tool_calls") or []
@@ -196,7 +198,7 @@ class _Choice:
             ]
         if self.function is not None:
             message["function_call"] = {"name": self.function.name, "arguments": self.function.arguments}
-        choice: dict[str, Any] = {"message": message, "finish_reason": self.finish_reason or TRUNCATED}
+        choice: dict[str, Any] = {"message": message, "finish_reason": TRUNCATED, **self.shared}
         if self.ids is not None:
             choice["token_ids"] = self.ids
         if self.logprobs is not None:
@@ -236,15 +238,9 @@ def _text(raw: Mapping[str, Any], name: str, path: str) -> str:
     return value
 
 
-def _check_usage(response: Mapping[str, Any]) -> None:
-    """Raises MessageError if the server counted more tokens than the stream has ids."""
-    usage = response.get("usage")
-    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    ids = [choice.get("token_ids") for choice in response["choices"]]
-    if not isinstance(counted, int) or not ids or any(one is None for one in ids):
+def _keep_equal(values: dict[str, Any], name: str, value: object, path: str) -> None:
+    """Keeps a value that all chunks of a response share; null and an empty text say nothing."""
+    if value in (None, ""):
         return
-    known = sum(len(one) for one in ids)
-    if known < counted:
-        raise MessageError(
-            "response.usage.completion_tokens", counted, f"{known}, the number of token_ids in the stream"
-        )
+    if values.setdefault(name, value) != value:
+        raise MessageError(f"{path}.{name}", value, f"{values[name]!r}, as in the chunks before it")
