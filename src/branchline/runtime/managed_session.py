@@ -293,28 +293,29 @@ class ManagedSession:
                 self.apply(record)
 
     def _without_repeats(self, records: Sequence[SessionRewarded]) -> list[SessionRewarded]:
-        """Returns the rewards without those that equal the latest one with their `id` for their part, however
-        that was named."""
-        known = [reward for reward in self.rewards if "id" in reward]
-        latest = {self._rewarded_part(reward): reward for reward in known}
-        named = {_posting(reward): reward for reward in known}
-        current = {
-            posting: _as_posted(reward)
-            for posting, reward in named.items()
-            if latest[self._rewarded_part(reward)] is reward
-        }
         kept: list[SessionRewarded] = []
-        newest: dict[str, Mapping[str, Any]] = {}
+        newest: dict[object, Mapping[str, Any]] = {}
         """By id: the last reward of this request; what it is for is not known yet."""
         for record in records:
             posted = record.reward
             if "id" in posted:
-                name = repr(posted["id"])
-                if posted == newest.get(name, current.get(_posting(posted))):
+                name = posted["id"]
+                if newest[name] == posted if name in newest else self._is_repeat(posted):
                     continue
                 newest[name] = posted
             kept.append(record)
         return kept
+
+    def _is_repeat(self, posted: Mapping[str, Any]) -> bool:
+        """Whether a reward equals the latest one with its `id` for its part, however that was named."""
+        later: list[Mapping[str, Any]] = []
+        for reward in reversed(self.rewards):
+            if reward.get("id") == posted["id"]:
+                if _as_posted(reward) == posted:
+                    posting, part = _posting(reward), self._rewarded_part(reward)
+                    return all(_posting(one) != posting and self._rewarded_part(one) != part for one in later)
+                later.append(reward)
+        return False
 
     def _rewarded_part(self, reward: Mapping[str, Any]) -> tuple[object, ...]:
         """Returns the id and the part of a recorded reward; a turn as the call that answered it."""
