@@ -207,6 +207,55 @@ def test_with_a_tokenizer_an_estimate_ends_where_the_text_of_the_answer_does() -
         assert aligned == Alignment(end, AlignmentMethod.ESTIMATE, 1, frozenset({Permission.INEXACT}))
 
 
+OPEN, CLOSE, BREAK, ASSISTANT, USER = 100, 101, 102, 103, 104
+Texts = st.lists(st.integers(1, 8), max_size=6)
+
+
+def turn(role: int, text: list[int], is_chatml: bool) -> list[int]:
+    """A message as ChatML (header, text, end, line break) or as Llama 3 writes it (no line break)."""
+    return [OPEN, role, BREAK, *text, CLOSE, BREAK][: None if is_chatml else -1]
+
+
+@given(
+    Texts,
+    Texts,
+    st.lists(st.tuples(Texts, Texts), max_size=2),
+    Texts,
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_an_estimate_without_a_tokenizer_loses_and_repeats_no_message(
+    asked: list[int],
+    shown: list[int],
+    turns: list[tuple[list[int], list[int]]],
+    last: list[int],
+    is_chatml: bool,
+    is_stopped: bool,
+    data: st.DataObject,
+) -> None:
+    generation_prompt = [OPEN, ASSISTANT, BREAK]
+    before = turn(USER, asked, is_chatml) + generation_prompt
+    texts = [entry for user, answer in turns for entry in ((USER, user), (ASSISTANT, answer))]
+    later = [*texts, (USER, last)]
+    rest = [one for role, text in later for one in turn(role, text, is_chatml)] + generation_prompt
+    end = [CLOSE, BREAK][: None if is_chatml else -1]
+    prompt = [*before, *shown, *end, *rest]
+    sampled = [*data.draw(Texts), *([CLOSE] if is_stopped else [9])]
+    following = [Message("user" if role == USER else "assistant", "x" * len(text)) for role, text in later]
+    output = LoggedOutput(Message("assistant", "x" * data.draw(st.integers(1, 50))), as_ids(sampled))
+    path = EarlierPath(as_ids(before), output, as_ids(sampled), len(before))
+    aligned = Aligner().align(as_ids(prompt), path, following)
+    assert aligned is not None
+    if aligned.method == AlignmentMethod.ESTIMATE:
+        context = sampled + prompt[aligned.end :]
+        assert context[len(sampled) - is_stopped :] in (
+            [*end, *rest],
+            # An id that by accident ends each message and stands nowhere else: text after it is repeated.
+            *([[*shown[-count:], *end, *rest] for count in range(1, len(shown) + 1)]),
+        )
+
+
 def test_reasoning_that_only_the_sampled_ids_have_is_reasoning() -> None:
     thinks = {**TOKEN_BYTES, 11: b"<think>", 12: b"</think>"}.__getitem__
     sampled = as_ids([11, 2, 12, 5, 9])

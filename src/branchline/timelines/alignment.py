@@ -26,6 +26,8 @@ _ANCHOR_TOKENS = 8
 """Ids before the first output that have to be the same after a changed beginning."""
 _MARK_TOKENS = 3
 """The last ids of a prompt, which open an answer: `<|im_start|>assistant` and a line break."""
+_MAX_LAST_IDS = 16
+"""Ids at the end of a prompt among which one may end each message; the others open the next answer."""
 _REASONING_MARKER = re.compile(
     "|".join(re.escape(marker) for markers in REASONING_MARKERS.values() for marker in markers)
 )
@@ -55,7 +57,8 @@ class AlignmentMethod(StrEnum):
     STOP_TOKEN = "stop_token"
     """Other ids, up to the known stop token of the output."""
     ESTIMATE = "estimate"
-    """Estimated from text lengths, or with a tokenizer from the text of the logged answer."""
+    """Estimated: with a tokenizer from the text of the logged answer; else from an id that ends every
+    message, or from text lengths."""
 
 
 _BY_CERTAINTY = list(AlignmentMethod)
@@ -173,6 +176,8 @@ class Aligner:
             return end, AlignmentMethod.STOP_TOKEN
         end = self._end_by_text(prompt, start, sampled, output.message)
         if end is None:
+            end = _end_by_last_id(prompt, start, path, len(following))
+        if end is None:
             end = _end_by_estimate(prompt, start, output.message, following)
         return end, AlignmentMethod.ESTIMATE
 
@@ -261,6 +266,24 @@ def _occurrences(ids: Ids, anchor: Ids) -> list[int]:
         return []
     starts = np.flatnonzero(ids[: max(0, len(ids) - len(anchor) + 1)] == anchor[0]).tolist()
     return [start for start in starts if np.array_equal(ids[start : start + len(anchor)], anchor)]
+
+
+def _end_by_last_id(prompt: Ids, start: int, path: EarlierPath, following: int) -> int | None:
+    """Returns where an output ends if each message ends with one id, which is unknown: it stands once for the
+    output and for each message after it, and in both prompts before the same last ids. It belongs to the
+    output if the output ended with it; else the first of such ids is the end. None if there is none."""
+    tail = prompt[start:]
+    found: list[int] = []
+    for distance in range(1, min(_MAX_LAST_IDS, len(path.prompt), len(tail)) + 1):
+        last = prompt[-distance]
+        if path.prompt[-distance] != last:
+            break
+        ends = np.flatnonzero(tail == last)
+        if len(ends) == 1 + following:
+            found.append(start + int(ends[0]))
+            if len(path.sampled) and path.sampled[-1] == last:
+                return found[-1] + 1
+    return min(found, default=None)
 
 
 def _end_by_estimate(prompt: Ids, start: int, message: Message, following: Sequence[Message]) -> int:
