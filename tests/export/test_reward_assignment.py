@@ -270,9 +270,13 @@ def test_tokens_that_nobody_rewarded_train_nothing_and_count_in_no_baseline() ->
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
 def test_a_reward_of_an_agent_that_is_not_finite_is_refused(score: float) -> None:
-    trajectory = replace(Trajectory.from_tree(two_agents(), reward=0.5), agent_rewards={"critic": score})
+    trajectory = Trajectory(two_samples(), reward=0.5, agent_rewards={"critic": score})
     with pytest.raises(ExportError, match="reward of agent 'critic': got"):
         group_statistics(TrajectoryGroup([trajectory]))
+
+
+def two_samples() -> tuple[Sample, ...]:
+    return tuple(export_samples(two_agents(), reward=0.5).samples)
 
 
 def two_agents() -> Tree:
@@ -286,7 +290,7 @@ def two_agents() -> Tree:
 
 
 def test_a_trajectory_built_by_hand_may_have_rewards_of_agents() -> None:
-    trajectory = replace(Trajectory.from_tree(two_agents(), reward=0.5), agent_rewards={"critic": 2.0})
+    trajectory = Trajectory(two_samples(), reward=0.5, agent_rewards={"critic": 2.0})
     rows = token_advantages(trajectory, group_statistics(TrajectoryGroup([trajectory] * 2)), CreditPolicy())
     assert [row.tolist() for row in rows] == [[0.0] * len(row) for row in rows]
     scored = trajectory.with_reward(1.0, {"by": "me"})

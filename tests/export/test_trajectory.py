@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +63,32 @@ def test_a_copy_cannot_have_another_reward_than_its_samples() -> None:
     scored = trajectory.with_reward(0.25)
     assert {sample.reward for sample in scored.samples} == {scored.reward} == {0.25}
     assert replace(scored, finished=False).samples == scored.samples
+
+
+def test_a_copy_cannot_have_other_rewards_of_agents_than_its_samples() -> None:
+    session = Session("s", CODEC)
+    for agent in ("", "critic"):
+        turn = session.prepare(Request((Message("user", f"u{agent}"),), agent=agent))
+        session.record_delivery(
+            session.commit(turn, Generation(CODEC.encode_reply(Message("assistant", "A")))).call
+        )
+    policy = ExportPolicy(include_missing_logprobs=True)
+    rewards: list[Mapping[str, Any]] = [{"score": 0.5, "agent": "critic"}, {"score": 1.0}]
+    trajectory = Trajectory.from_session(session, rewards=rewards, policy=policy)
+    assert {sample.agent: sample.reward for sample in trajectory.samples} == {"": 1.0, "critic": 0.5}
+    for changed in ({"critic": 0.9}, {}, {"critic": 0.5, "": 0.25}):
+        with pytest.raises(
+            InputError, match=r"agent_rewards\['.*'\]: got .*, expected that of the samples, "
+        ):
+            replace(trajectory, agent_rewards=changed)
+    assert replace(trajectory.with_reward(0.25), finished=False).reward_of_agent("critic") == 0.5
+    # Also where the timeline has a reward of its own, and where all rewards are equal.
+    leaf = session.tree.calls[1].outputs[0]
+    others: list[Mapping[str, Any]] = [{"score": 0.1, "timeline": leaf}, {"score": 0.5}]
+    for other in others:
+        trajectory = Trajectory.from_session(session, rewards=[*rewards, other], policy=policy)
+        with pytest.raises(InputError, match=r"agent_rewards\['critic'\]: got None, expected"):
+            replace(trajectory, agent_rewards={})
 
 
 def test_an_empty_session_is_an_empty_trajectory() -> None:

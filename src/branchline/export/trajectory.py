@@ -292,15 +292,21 @@ class Trajectory:
         return replace(self, reward=reward, samples=tuple(samples))
 
     def _check_rewards(self) -> None:
-        """Raises InputError if the reward is another one than that of the samples, as after `replace`."""
+        """Raises InputError if a reward is another one than that of the samples, as after `replace`."""
         for sample in self.samples:
-            if sample.agent in self.agent_rewards or any(span.is_timeline for span in sample.rewards):
-                continue
-            if sample.reward != self.reward:
-                raise InputError(
-                    f"reward: got {self.reward!r}, expected that of the samples, {sample.reward!r}; "
-                    "with_reward changes both"
-                )
+            own = [span.score for span in sample.rewards if span.agent and not span.tool]
+            recorded: list[float | None] = [*own[-1:]]
+            if not any(span.is_timeline for span in sample.rewards):
+                recorded.append(sample.reward)
+            name, given, hint = "reward", self.reward, "with_reward changes both"
+            if own or sample.agent in self.agent_rewards:
+                name, given = f"agent_rewards[{sample.agent!r}]", self.agent_rewards.get(sample.agent)
+                hint = "build a Trajectory with other rewards"
+            for reward in recorded:
+                if reward != given:
+                    raise InputError(
+                        f"{name}: got {given!r}, expected that of the samples, {reward!r}; {hint}"
+                    )
 
     def _sample_with_reward(self, sample: Sample, reward: float, extras: Mapping[str, Any]) -> Sample:
         if not any(span.is_timeline for span in sample.rewards):
