@@ -55,15 +55,17 @@ def rows(draw: st.DrawFn) -> SampleRow:
     values = draw(arrays.arrays(np.float32, count, elements=logprobs))
     values[values == np.finfo(np.float32).min] = -np.inf
     shares = draw(arrays.arrays(np.float32, count, elements=st.floats(0, 1, width=32)))
+    values[sample.response_mask == 0] = shares[sample.response_mask == 0] = 0
     sample = replace(
         sample,
         response_logprobs=values,
         shares=shares,
+        missing_logprobs=int(np.isnan(values).sum()),
         agent=draw(texts),
         session=draw(texts),
         calls=tuple(draw(st.lists(texts, max_size=2))),
         reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
-        reward_extras=draw(texts),
+        reward_extras=draw(st.sampled_from(["", "{}", '{"é😀":[null,1.5]}'])),
     )
     origin = SampleOrigin(draw(names), draw(names), draw(names), draw(names), draw(counts), draw(counts))
     return SampleRow(sample, origin)
@@ -112,10 +114,10 @@ def plain(**changes: Any) -> Sample:
         (plain(agent="\ud83d"), r"agent: got '\ud83d', expected Unicode without lone surrogates"),
         (plain(calls=("a", "\ude00")), r"calls: got '\ude00', expected Unicode"),
         (plain(reward_extras='{"a":"\ud83d"}'), "reward_extras: got"),
-        (plain(media=(Media("image", "d", url="\udcff"),)), "media.url: got"),
+        (plain(media=(Media("image", "d", url="\udcff"),)), "media[0].url: got"),
         (plain(reward=math.nan), "reward: got nan, expected a finite number"),
         (plain(reward=math.inf), "reward: got inf, expected a finite number"),
-        (plain(rewards=(RewardSpan(math.nan, 0, 1),)), "rewards.score: got nan, expected a finite number"),
+        (plain(rewards=(RewardSpan(math.nan, 0, 1),)), "rewards[0].score: got nan, expected a finite number"),
         (plain(prompt_ids=np.array([2**40])), "prompt_ids: got an array of int64, expected one of int32"),
         (plain(shares=np.array([0.1])), "shares: got an array of float64, expected one of float32"),
         (
@@ -156,20 +158,22 @@ def test_a_line_that_is_no_sample_is_refused_by_its_number(tmp_path: Path, line:
     ("column", "values", "problem"),
     [
         ("response_ids", ["1"], r"response_ids: got string, expected list<item: int32>"),
-        ("response_ids", [None], r"response_ids: got null, expected list<item: int32>"),
-        ("response_ids", [[None]], r"response_ids: got null, expected list<item: int32>"),
-        (
-            "response_ids",
-            [[2**40]],
-            r"response_ids: got list<element: int64>, expected .*not in range",
-        ),
-        (
-            "response_mask",
-            [[300]],
-            r"response_mask: got list<element: int64>, expected .*300",
-        ),
-        ("shares", [None], r"shares: got null, expected list<item: float>"),
-        ("reward", [[1.0]], r"reward: got list<element: double>, expected double"),
+        ("response_ids", [[1.0]], r"response_ids: got list<element: double>, expected list<item: int32>"),
+        ("response_ids", [None], r"row 1: response_ids: got None, expected a list of int32"),
+        ("response_ids", [[None]], r"row 1: response_ids\[0\]: got None, expected a list of int32"),
+        ("response_ids", [[2**40]], rf"row 1: response_ids\[0\]: got {2**40}, expected a list of int32"),
+        ("response_mask", [[1, 300]], r"row 1: response_mask\[1\]: got 300, expected a list of int8"),
+        ("shares", [None], r"row 1: shares: got None, expected a list of numbers or null"),
+        ("shares", [[1e300]], r"row 1: shares\[0\]: got 1e\+300, expected a list of numbers or null"),
+        ("reward", [[1.0]], r"row 1: reward: got \[1.0\], expected a finite number or null"),
+        ("reward", ["1"], r"row 1: reward: got '1', expected a finite number or null"),
+        ("reward", [True], r"row 1: reward: got True, expected a finite number or null"),
+        ("exact", [1], r"row 1: exact: got 1, expected true or false"),
+        ("missing_logprobs", [0.0], r"row 1: missing_logprobs: got 0.0, expected an integer"),
+        ("slot", ["1"], r"row 1: slot: got '1', expected an integer or null"),
+        ("session", [b"s"], r"row 1: session: got b's', expected a text"),
+        ("rewards", [[{"score": 1.0, "start": 0}]], r"row 1: rewards\[0\]: got no end, expected the fields"),
+        ("answers", ["[]"], r"row 1: answers: got '\[\]', expected a list of objects"),
     ],
 )
 def test_a_column_of_another_type_is_refused_by_its_name(

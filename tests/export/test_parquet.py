@@ -31,33 +31,48 @@ def random_sample(rng: Random) -> Sample:
     """Returns a sample in which every field has a value of its own."""
     prompt, count = rng.randint(0, 4), rng.randint(0, 5)
     mask = [rng.randint(0, 1) for _ in range(count)]
-    measurement = LogprobMeasurement(
-        rng.choice(["raw", "processed", "unknown"]),
-        rng.choice([None, 0.7]),
-        rng.choice([None, True, False]),
-        temperature=rng.choice([None, 0.1]),
-        top_k=rng.choice([None, 0, 50]),
+    trained = sum(mask)
+    logprobs = [rng.choice([np.nan, -0.1, -2.5]) if one else 0 for one in mask]
+    inexact = rng.randint(0, trained)
+    rewards = (
+        RewardSpan(0.1, 0, count, "call-0", None, "search", extras='{"a":1}'),
+        RewardSpan(1.0, 0, count),
     )
     return Sample(
         prompt_ids=as_ids([rng.randrange(2**31) for _ in range(prompt)]),
         response_ids=as_ids([rng.randrange(2**31) for _ in range(count)]),
         response_mask=np.array(mask, np.int8),
-        response_logprobs=np.array([rng.choice([np.nan, -0.1, -2.5]) * one for one in mask], np.float32),
-        response_versions=np.array([rng.choice([-1, 0, 2**31 - 1]) for _ in mask], np.int32),
+        response_logprobs=np.array(logprobs, np.float32),
+        response_versions=np.array([rng.choice([0, 2**31 - 1]) if one else -1 for one in mask], np.int32),
         shares=np.array([one / 3 for one in mask], np.float32),
         agent=rng.choice(["", "räuber"]),
         session=rng.choice(["", "s"]),
         calls=tuple(f"call-{index}" for index in range(rng.randint(0, 2))),
         finish_reason=rng.choice(["stop", "length"]),
-        exact=rng.random() < 0.5,
-        inexact_tokens=rng.randint(0, 3),
-        missing_logprobs=rng.randint(0, 3),
+        exact=not inexact,
+        inexact_tokens=inexact,
+        missing_logprobs=rng.randint(int(np.isnan(logprobs).sum()), trained),
         truncated_tokens=rng.randint(0, 3),
         reward=rng.choice([None, 0.1, -1.0]),
         media=rng.choice([(), (CAT,), (CAT, Media("image", "url:http://h/p", url="http://h/p"))]),
-        rewards=rng.choice([(), (RewardSpan(0.1, 0, 1, "call-0", None, "search"), RewardSpan(1.0, 0, 2))]),
-        answers=rng.choice([(), (AnswerSpan(0, 1, "call-0", 7, measurement), AnswerSpan(1, 2))]),
+        rewards=rng.choice([(), rewards]),
+        answers=rng.choice([(), tuple(random_answers(rng, mask))]),
     )
+
+
+def random_answers(rng: Random, mask: list[int]) -> Iterator[AnswerSpan]:
+    """Yields answers of which each trained token is a part."""
+    for index, one in enumerate(mask):
+        if one:
+            measurement = LogprobMeasurement(
+                rng.choice(["raw", "processed", "unknown"]),
+                rng.choice([None, 0.7]),
+                rng.choice([None, True, False]),
+                temperature=rng.choice([None, 0.1]),
+                top_k=rng.choice([None, 0, 50]),
+                constraints=rng.choice([(), ("logit_bias",)]),
+            )
+            yield AnswerSpan(index, index + 1, rng.choice(["", "call-0"]), rng.choice([-1, 7]), measurement)
 
 
 @settings(max_examples=25)

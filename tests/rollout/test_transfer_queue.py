@@ -384,3 +384,12 @@ def test_rewards_of_turns_and_tools_are_in_extra_fields(queue: FakeQueue) -> Non
         assert extra["reward_extra_info"] == {"format": 1}
 
     run(test)
+
+
+def test_a_sample_that_no_reader_would_take_is_refused_with_its_session() -> None:
+    result = result_of(RolloutTask("t", {"prompt": "q"}))
+    (sample, *others) = result.samples
+    broken = replace(sample, response_mask=np.full_like(sample.response_mask, 2))
+    result = replace(result, trajectory=replace(result.trajectory, samples=(broken, *others)))
+    with pytest.raises(SessionRefusedError, match=r"response_mask\[0\]: got 2, expected 0 and 1"):
+        make_rows(result)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from branchline.core.message import Media
 from branchline.core.token_arrays import Floats, Ids
 
+MeasurementKind = Literal["raw", "processed", "unknown"]
+
 
 @dataclass(frozen=True)
 class RewardSpan:
@@ -44,7 +46,7 @@ class RewardSpan:
 class LogprobMeasurement:
     """How the logprobs of an answer were measured, and how the answer was sampled. None: not recorded."""
 
-    kind: Literal["raw", "processed", "unknown"] = "unknown"
+    kind: MeasurementKind = "unknown"
     """`raw`: under the model's own distribution. `processed`: after penalties and temperature, and after
     truncation (top-p, top-k, min-p) if `is_truncated`."""
     measured_temperature: float | None = None
@@ -55,7 +57,7 @@ class LogprobMeasurement:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """0: all tokens."""
+    """0: all tokens; an upstream's request may have -1 for that."""
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

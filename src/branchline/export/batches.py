@@ -79,6 +79,7 @@ def mask_sample(sample: Sample) -> Sample:
         response_logprobs=np.zeros_like(sample.response_logprobs),
         response_versions=np.full_like(sample.response_versions, NO_VERSION),
         missing_logprobs=0,
+        exact=True,
         inexact_tokens=0,
         answers=(),
     )

@@ -2,7 +2,7 @@
 
 A column has a name, the attribute of `Sample` that it holds, and a kind. A sample that was written and read
 is equal to the original, media included. The data of a medium is written once in a file, in the first sample
-that has it; later samples have its digest. What a file cannot hold is refused, by sample and column.
+that has it; later samples have its digest. `export/row_checks.py` says which values a row can have.
 
 Files have all columns, whatever the samples: those that say where a sample comes from (ORIGIN_COLUMNS) are
 null where that is not known. So files of one version can be read as one table, empty ones too.
@@ -10,22 +10,22 @@ null where that is not known. So files of one version can be read as one table, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 
 from branchline.core.errors import InputError
-from branchline.core.message import Media
-from branchline.core.sample import AnswerSpan, LogprobMeasurement, RewardSpan, Sample
+from branchline.core.message import Media, MediaKind
+from branchline.core.sample import AnswerSpan, LogprobMeasurement, MeasurementKind, RewardSpan, Sample
 
 ColumnKind = Literal[
-    "text", "texts", "integer", "number", "flag", "binary", "int8s", "int32s", "float32s", "struct", "structs"
-]
-"""`int8s`, `int32s` and `float32s` are arrays; `integer`, `number` and `flag` may be null."""
+    "text", "json", "texts", "integer", "number", "flag", "binary", "int8s", "int32s", "float32s", "struct",
+    "structs",
+]  # fmt: skip
+"""`json` is the text of a JSON object, or empty; `int8s`, `int32s` and `float32s` are arrays."""
 
 
 @dataclass(frozen=True)
@@ -35,35 +35,39 @@ class Column:
     name: str
     kind: ColumnKind
     attribute: str = ""
-    """The attribute of a sample; empty if it has the column's name."""
+    """The attribute of a sample; by default it has the column's name."""
     fields: tuple[Column, ...] = ()
     """The fields of a struct."""
+    is_nullable: bool = False
+    least: int = 0
+    """The smallest integer."""
+    choices: tuple[str, ...] = ()
+    """The texts that there are; empty if any is one."""
 
-    @property
-    def sample_attribute(self) -> str:
-        return self.attribute or self.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attribute", self.attribute or self.name)
 
 
 _MEASUREMENT = (
-    Column("kind", "text"),
-    Column("measured_temperature", "number"),
-    Column("is_truncated", "flag"),
-    Column("temperature", "number"),
-    Column("top_p", "number"),
-    Column("top_k", "integer"),
-    Column("min_p", "number"),
-    Column("presence_penalty", "number"),
-    Column("frequency_penalty", "number"),
-    Column("repetition_penalty", "number"),
+    Column("kind", "text", choices=get_args(MeasurementKind)),
+    Column("measured_temperature", "number", is_nullable=True),
+    Column("is_truncated", "flag", is_nullable=True),
+    Column("temperature", "number", is_nullable=True),
+    Column("top_p", "number", is_nullable=True),
+    Column("top_k", "integer", is_nullable=True, least=-1),
+    Column("min_p", "number", is_nullable=True),
+    Column("presence_penalty", "number", is_nullable=True),
+    Column("frequency_penalty", "number", is_nullable=True),
+    Column("repetition_penalty", "number", is_nullable=True),
     Column("constraints", "texts"),
 )
 ORIGIN_COLUMNS = (
-    Column("key", "text"),
-    Column("uid", "text"),
-    Column("group", "text"),
-    Column("agent_name", "text"),
-    Column("slot", "integer"),
-    Column("attempt", "integer"),
+    Column("key", "text", is_nullable=True),
+    Column("uid", "text", is_nullable=True),
+    Column("group", "text", is_nullable=True),
+    Column("agent_name", "text", is_nullable=True),
+    Column("slot", "integer", is_nullable=True),
+    Column("attempt", "integer", is_nullable=True),
 )
 """Which task and session of a run a sample is from: the fields of SampleOrigin."""
 SAMPLE_COLUMNS = (
@@ -81,7 +85,7 @@ SAMPLE_COLUMNS = (
     Column("tokens_behind_other_ids", "integer", "inexact_tokens"),
     Column("missing_logprobs", "integer"),
     Column("truncated_tokens", "integer"),
-    Column("reward", "number"),
+    Column("reward", "number", is_nullable=True),
     Column(
         "rewards",
         "structs",
@@ -90,22 +94,22 @@ SAMPLE_COLUMNS = (
             Column("start", "integer"),
             Column("end", "integer"),
             Column("call", "text"),
-            Column("turn", "integer"),
+            Column("turn", "integer", is_nullable=True, least=1),
             Column("tool", "text"),
             Column("agent", "text"),
-            Column("extras", "text"),
+            Column("extras", "json"),
         ),
     ),
     Column(
         "media",
         "structs",
         fields=(
-            Column("kind", "text"),
+            Column("kind", "text", choices=get_args(MediaKind)),
             Column("digest", "text"),
             Column("url", "text"),
             Column("mime", "text"),
             Column("detail", "text"),
-            Column("data", "binary"),
+            Column("data", "binary", "payload"),
         ),
     ),
     Column(
@@ -115,24 +119,25 @@ SAMPLE_COLUMNS = (
             Column("start", "integer"),
             Column("end", "integer"),
             Column("call", "text"),
-            Column("node", "integer"),
+            Column("node", "integer", least=-1),
             Column("logprobs", "struct", fields=_MEASUREMENT),
         ),
     ),
-    Column("reward_extras", "text"),
+    Column("reward_extras", "json"),
 )
 FILE_COLUMNS = ORIGIN_COLUMNS + SAMPLE_COLUMNS
 """The columns of files, in order."""
 OPTIONAL_COLUMNS = frozenset({"rewards", "answers", "reward_extras", *(one.name for one in ORIGIN_COLUMNS)})
 """Columns that older files do not have."""
 ARRAY_TYPES: dict[str, type[np.generic]] = {"int8s": np.int8, "int32s": np.int32, "float32s": np.float32}
-
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "text": ((str,), "a text"),
-    "integer": ((int,), "an integer"),
-    "number": ((int, float), "a number"),
-    "flag": ((bool,), "true or false"),
+STRUCT_TYPES: dict[str, type[RewardSpan | Media | AnswerSpan | LogprobMeasurement]] = {
+    "rewards": RewardSpan,
+    "media": Media,
+    "answers": AnswerSpan,
+    "logprobs": LogprobMeasurement,
 }
+LOWEST_FLOAT32 = np.finfo(np.float32).min
+"""Stands for minus infinity, which JSON does not have."""
 
 
 @dataclass(frozen=True)
@@ -163,69 +168,7 @@ class SampleRow:
     def value(self, column: Column) -> Any:
         """The value of a column that is not of structs."""
         owner = self.origin if column in ORIGIN_COLUMNS else self.sample
-        return getattr(owner, column.sample_attribute)
-
-    def check(self) -> SampleRow:
-        """Returns the row. Raises InputError, with sample and column, for what would not be read back equal:
-        an array of another type or length, a text that is no Unicode, a number that is not finite."""
-        for column in FILE_COLUMNS:
-            if column.kind == "structs":
-                value: Any = msgspec.to_builtins(getattr(self.sample, column.name), builtin_types=(bytes,))
-            else:
-                value = self.value(column)
-            expected = ARRAY_TYPES.get(column.kind)
-            if expected is None:
-                self._check_values(column.name, value)
-            elif len(value) and value.dtype != expected:
-                self._refuse(column.name, f"an array of {value.dtype}", f"one of {np.dtype(expected)}")
-            elif column.name != "prompt_ids" and len(value) != len(self.sample.response_ids):
-                count = len(self.sample.response_ids)
-                self._refuse(column.name, f"{len(value)} values", f"{count}, as many as response_ids")
-        return self
-
-    def check_values(self) -> SampleRow:
-        """Returns the row. Raises InputError, with sample and column, for values that no export writes."""
-        sample = self.sample
-        for column in FILE_COLUMNS:
-            types, expected = _TYPES.get(column.kind, ((), ""))
-            value = self.value(column) if types else None
-            may_be_null = column in ORIGIN_COLUMNS or column.name == "reward"
-            if types and type(value) not in types and not (value is None and may_be_null):
-                self._refuse(column.name, repr(value), expected)
-        for name, ids in (("prompt_ids", sample.prompt_ids), ("response_ids", sample.response_ids)):
-            if (ids < 0).any():
-                self._refuse(name, "a negative id", "ids from 0 on")
-        if not np.isin(sample.response_mask, (0, 1)).all():
-            self._refuse("response_mask", repr(sample.response_mask.tolist())[:80], "0 and 1")
-        return self
-
-    def _check_values(self, name: str, value: object) -> None:
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                self._refuse(name, repr(value), "Unicode without lone surrogates")
-        elif isinstance(value, float) and not math.isfinite(value):
-            self._refuse(name, repr(value), "a finite number")
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self._check_values(f"{name}.{key}", item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                self._check_values(name, item)
-
-    def _refuse(self, column: str, got: str, expected: str) -> NoReturn:
-        name = self.origin.key or f"of session {self.sample.session!r}"
-        raise InputError(f"sample {name}: {column}: got {got}, expected {expected}")
-
-
-def as_row(sample: Sample | SampleRow) -> SampleRow:
-    return sample if isinstance(sample, SampleRow) else SampleRow(sample)
-
-
-def make_origin(row: Mapping[str, Any]) -> SampleOrigin:
-    """Returns the origin in a row that was read; older files and other rows have none."""
-    return SampleOrigin(**{column.name: row.get(column.name) for column in ORIGIN_COLUMNS})
+        return getattr(owner, column.attribute)
 
 
 def check_columns(place: str, names: Collection[str]) -> None:
@@ -257,39 +200,8 @@ def struct_values(name: str, sample: Sample, written_digests: set[str]) -> list[
             "detail": media.detail,
             "data": None,
         }
-        if media.payload and media.digest not in written_digests:
+        if (media.payload or not media.url) and media.digest not in written_digests:
             written_digests.add(media.digest)
             fields["data"] = media.payload
         values.append(fields)
     return values
-
-
-def make_sample(row: Mapping[str, Any], payloads: dict[str, bytes]) -> Sample:
-    """Returns the sample of a row whose arrays are arrays and whose binary values are bytes. `payloads` are
-    the media of the rows before it by digest; its own are added."""
-    values = {
-        column.sample_attribute: row[column.name]
-        for column in SAMPLE_COLUMNS
-        if column.name not in OPTIONAL_COLUMNS or row.get(column.name) is not None
-    }
-    for media in row["media"]:
-        if media.get("data"):
-            payloads[media["digest"]] = media["data"]
-    values["media"] = tuple(
-        Media(
-            media["kind"],
-            media["digest"],
-            payloads.get(media["digest"], b""),
-            url=media["url"],
-            mime=media.get("mime", ""),
-            detail=media.get("detail", ""),
-        )
-        for media in row["media"]
-    )
-    values["calls"] = tuple(row["calls"])
-    values["rewards"] = tuple(RewardSpan(**reward) for reward in row.get("rewards", ()))
-    values["answers"] = tuple(
-        AnswerSpan(**{**answer, "logprobs": LogprobMeasurement(**answer["logprobs"])})
-        for answer in row.get("answers", ())
-    )
-    return Sample(**values)

@@ -17,25 +17,21 @@ from typing import IO, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from branchline.core.errors import InputError
 from branchline.core.sample import DroppedTokens, ExportReport, Sample
 from branchline.core.token_arrays import Floats
 from branchline.export.columns import (
     ARRAY_TYPES,
+    LOWEST_FLOAT32,
     ORIGIN_COLUMNS,
     SAMPLE_COLUMNS,
     Column,
     SampleRow,
-    as_row,
-    make_origin,
-    make_sample,
     struct_values,
 )
-
-_MIN_FLOAT32 = np.finfo(np.float32).min
-"""Replaces minus infinity, which JSON cannot represent."""
+from branchline.export.row_checks import check_to_write, refuse
+from branchline.export.row_reading import read_row
 
 
 def row_to_json(row: SampleRow, written_digests: set[str] | None = None) -> dict[str, Any]:
@@ -63,7 +59,7 @@ def _to_json(column: Column, sample: Sample, written_digests: set[str]) -> Any:
                 if data is not None:
                     struct["data"] = base64.b64encode(data).decode()
         return structs
-    value = getattr(sample, column.sample_attribute)
+    value = getattr(sample, column.attribute)
     if column.kind in ARRAY_TYPES:
         return floats_to_json(value) if column.kind == "float32s" else value.tolist()
     return list(value) if column.kind == "texts" else value
@@ -72,7 +68,7 @@ def _to_json(column: Column, sample: Sample, written_digests: set[str]) -> Any:
 def floats_to_json(values: Floats) -> list[float | None]:
     """Returns numbers as JSON has them: null for NaN, the lowest float32 for minus infinity."""
     missing = np.isnan(values)
-    numbers: list[float | None] = np.maximum(values, _MIN_FLOAT32).tolist()
+    numbers: list[float | None] = np.maximum(values, LOWEST_FLOAT32).tolist()
     for index in np.flatnonzero(missing).tolist():
         numbers[index] = None
     return numbers
@@ -102,12 +98,13 @@ def report_from_json(raw: Mapping[str, Any]) -> ExportReport:
 
 
 def write_jsonl(samples: Iterable[Sample | SampleRow], path: str | os.PathLike[str]) -> int:
-    """Writes samples to a file and returns their number. If an error occurs, the old file is unchanged."""
+    """Writes samples to a file and returns their number. Raises InputError, with sample and column, for one
+    that would not be read back equal. If an error occurs, the old file is unchanged."""
     count = 0
     written_digests: set[str] = set()
     with replace_file(path) as file:
         for sample in samples:
-            file.write(msgspec.json.encode(row_to_json(as_row(sample).check(), written_digests)) + b"\n")
+            file.write(msgspec.json.encode(row_to_json(check_to_write(sample), written_digests)) + b"\n")
             count += 1
     return count
 
@@ -142,49 +139,37 @@ def read_jsonl_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                raw = msgspec.json.decode(line)
-                row = SampleRow(sample_from_json(raw, payloads), make_origin(raw)).check().check_values()
-            except (
-                msgspec.DecodeError,
-                LookupError,
-                TypeError,
-                ValueError,
-                OverflowError,
-                InputError,
-            ) as error:
+                row = _read_json_row(msgspec.json.decode(line), payloads)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise InputError(
-                    f"{path}:{number}: got {line[:80]!r}, expected a sample: {error!r}"
+                    f"{path}:{number}: got {line[:80]!r}, expected a sample as JSON: {error}"
                 ) from error
+            except InputError as error:
+                raise InputError(f"{path}:{number}: {error}") from error
             yield row
 
 
 def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None = None) -> Sample:
     """Returns the sample that `sample_to_json` wrote. `payloads` are those of the samples before it, by
-    digest; the sample's own are added."""
-    row = dict(raw)
-    for column in SAMPLE_COLUMNS:
-        if column.kind == "float32s":
-            row[column.name] = [np.nan if value is None else value for value in raw[column.name]]
-        if column.kind in ARRAY_TYPES:
-            array = _read_array(column, row[column.name])
-            if column.kind == "float32s":
-                array[array == _MIN_FLOAT32] = -np.inf
-            row[column.name] = array
-    row["media"] = [
-        {**media, "data": base64.b64decode(media["data"])} if media.get("data") else media
-        for media in raw["media"]
-    ]
-    return make_sample(row, {} if payloads is None else payloads)
+    digest; the sample's own are added. Raises InputError for what is no sample."""
+    return _read_json_row(raw, {} if payloads is None else payloads).sample
 
 
-def _read_array(column: Column, values: object) -> NDArray[Any]:
-    array: NDArray[Any] = np.array(values)
-    kinds = "iuf" if column.kind == "float32s" else "iu"
-    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
-        kind = "numbers or null" if column.kind == "float32s" else "integers"
-        raise InputError(f"{column.name}: got {str(values)[:80]}, expected a list of {kind}")
-    if array.size and array.dtype.kind in "iu":
-        array = array.astype(np.int64)
-        if (array != array.astype(ARRAY_TYPES[column.kind])).any():
-            raise InputError(f"{column.name}: got {str(values)[:80]}, expected smaller numbers")
-    return array.astype(ARRAY_TYPES[column.kind])
+def _read_json_row(raw: object, payloads: dict[str, bytes]) -> SampleRow:
+    if not isinstance(raw, Mapping):
+        raise InputError(f"got {str(raw)[:80]}, expected a sample, which is an object")
+    media = raw.get("media")
+    if not isinstance(media, list):
+        return read_row(raw, payloads)
+    return read_row({**raw, "media": [_decode_data(one, index) for index, one in enumerate(media)]}, payloads)
+
+
+def _decode_data(media: object, index: int) -> object:
+    """Returns a medium with its data as bytes."""
+    if not isinstance(media, Mapping) or media.get("data") is None:
+        return media
+    data = media["data"]
+    try:
+        return {**media, "data": base64.b64decode(data, validate=True)}
+    except (TypeError, ValueError):
+        refuse(f"media[{index}].data", data, "a text in base64")

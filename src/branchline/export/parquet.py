@@ -23,13 +23,12 @@ from branchline.export.columns import (
     OPTIONAL_COLUMNS,
     Column,
     SampleRow,
-    as_row,
     check_columns,
-    make_origin,
-    make_sample,
     struct_values,
 )
 from branchline.export.jsonl import replace_file
+from branchline.export.row_checks import check_to_write
+from branchline.export.row_reading import read_row
 
 with requires_extra("parquet"):
     import pyarrow as pa
@@ -39,6 +38,7 @@ _ROWS_PER_GROUP, _TOKENS_PER_GROUP = 1000, 4_000_000
 """A row group is complete when it has this many rows or tokens."""
 _SCALAR_TYPES = {
     "text": pa.string(),
+    "json": pa.string(),
     "integer": pa.int64(),
     "number": pa.float64(),
     "flag": pa.bool_(),
@@ -51,7 +51,8 @@ _SCALAR_TYPES = {
 
 
 def write_parquet(samples: Iterable[Sample | SampleRow], path: str | os.PathLike[str]) -> int:
-    """Writes samples to a file and returns their number. If an error occurs, the old file is unchanged."""
+    """Writes samples to a file and returns their number. Raises InputError, with sample and column, for one
+    that would not be read back equal. If an error occurs, the old file is unchanged."""
     count = 0
     written_digests: set[str] = set()
     with replace_file(path) as file, pq.ParquetWriter(file, PARQUET_SCHEMA, compression="zstd") as writer:
@@ -69,7 +70,8 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def read_parquet_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
-    """Does what `read_parquet` does, and says where each sample comes from."""
+    """Does what `read_parquet` does, and says where each sample comes from. Raises InputError, with the
+    number of the row from 1 on, for one that is no sample."""
     payloads: dict[str, bytes] = {}
     try:
         file = pq.ParquetFile(Path(path))
@@ -81,14 +83,19 @@ def read_parquet_rows(path: str | os.PathLike[str]) -> Iterator[SampleRow]:
         if missing - OPTIONAL_COLUMNS:
             names = ", ".join(sorted(missing - OPTIONAL_COLUMNS))
             raise InputError(f"{path}: got no column {names}, expected the columns of samples")
+        number = 0
         for batch in file.iter_batches(_ROWS_PER_GROUP, columns=[column.name for column in columns]):
             try:
-                values = {one.name: _from_arrow(one, batch.column(one.name)) for one in columns}
+                values = [_from_arrow(one, batch.column(one.name)) for one in columns]
             except InputError as error:
                 raise InputError(f"{path}: {error}") from error
-            for index in range(batch.num_rows):
-                row = {name: rows[index] for name, rows in values.items()}
-                yield SampleRow(make_sample(row, payloads), make_origin(row)).check().check_values()
+            for row in zip(*values, strict=True):
+                number += 1
+                raw = {column.name: value for column, value in zip(columns, row, strict=True)}
+                try:
+                    yield read_row(raw, payloads)
+                except InputError as error:
+                    raise InputError(f"{path}: row {number}: {error}") from error
 
 
 def open_part(path: str | os.PathLike[str]) -> list[str]:
@@ -113,7 +120,7 @@ def _row_groups(samples: Iterable[Sample | SampleRow]) -> Iterator[list[SampleRo
     group: list[SampleRow] = []
     tokens = 0
     for sample in samples:
-        row = as_row(sample).check()
+        row = check_to_write(sample)
         group.append(row)
         tokens += len(row.sample)
         if len(group) == _ROWS_PER_GROUP or tokens >= _TOKENS_PER_GROUP:
@@ -147,18 +154,23 @@ def _to_arrow(column: Column, rows: Sequence[SampleRow], written_digests: set[st
 
 
 def _from_arrow(column: Column, array: pa.Array) -> Sequence[Any]:
-    """The values of a column. Raises InputError for values of another type, which includes null."""
-    expected = _arrow_type(column)
-    if array.type != expected and column.kind != "structs":
-        try:
-            array = array.cast(expected)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise InputError(f"{column.name}: got {array.type}, expected {expected}: {error}") from error
+    """The values of a column; arrays are not narrowed. Raises InputError for a column of another type."""
     if column.kind not in ARRAY_TYPES:
         values: list[Any] = array.to_pylist()
         return values
-    if array.null_count or (column.kind != "float32s" and array.values.null_count):
-        raise InputError(f"{column.name}: got null, expected {expected}")
-    offsets = array.offsets.to_numpy()
-    flat = array.values.to_numpy(zero_copy_only=False).astype(ARRAY_TYPES[column.kind])
-    return [flat[start:end] for start, end in pairwise(offsets)]
+    kind, expected = array.type, _arrow_type(column)
+    if pa.types.is_fixed_size_list(kind):
+        array = array.cast(pa.list_(kind.value_type))
+    elif pa.types.is_null(kind) or (hasattr(kind, "value_type") and pa.types.is_null(kind.value_type)):
+        array = array.cast(expected)
+    elif not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        raise InputError(f"{column.name}: got {kind}, expected {expected}")
+    item = array.type.value_type
+    if not (pa.types.is_integer(item) or (column.kind == "float32s" and pa.types.is_floating(item))):
+        raise InputError(f"{column.name}: got {kind}, expected {expected}")
+    flat = array.values
+    if array.null_count or flat.null_count:
+        lists: list[Any] = array.to_pylist()
+        return lists
+    numbers = flat.to_numpy().copy()
+    return [numbers[start:end] for start, end in pairwise(array.offsets.to_numpy())]

@@ -81,7 +81,7 @@ class SamplesJson(Struct):
         try:
             samples = [sample_from_json(raw, payloads) for raw in self.samples]
             return Export(samples, report_from_json(self.report))
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
+        except (InputError, LookupError, TypeError, ValueError) as error:
             raise EngineError(f"samples: not a gateway's response: {error!r}") from error
 
 

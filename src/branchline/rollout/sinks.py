@@ -24,6 +24,7 @@ from branchline.core.errors import InputError, SessionRefusedError, SinkError
 from branchline.core.option_checks import check_count
 from branchline.export.columns import SampleRow, check_columns
 from branchline.export.jsonl import replace_file, row_to_json
+from branchline.export.row_checks import check_to_write
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.rollout.session_result import SessionResult, sample_key
 from branchline.rollout.stats import PromptStatus, RolloutStats
@@ -235,7 +236,7 @@ class ParquetSink:
 def check_rows(result: SessionResult) -> list[SampleRow]:
     """The rows of a session. Raises SessionRefusedError if one of them would not be read back equal."""
     try:
-        return [row.check() for row in result.rows]
+        return [check_to_write(row) for row in result.rows]
     except InputError as error:
         raise SessionRefusedError(result.session, "not a row of a file", str(error)) from error
 

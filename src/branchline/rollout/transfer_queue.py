@@ -34,7 +34,7 @@ from branchline.core.sample import Sample
 from branchline.export.credit import token_rewards
 from branchline.gateway.views import message_view
 from branchline.rollout.session_result import SessionResult
-from branchline.rollout.sinks import append_lines, open_lines
+from branchline.rollout.sinks import append_lines, check_rows, open_lines
 from branchline.rollout.stats import PromptStatus
 from branchline.rollout.tasks import RolloutTask
 
@@ -97,6 +97,7 @@ def make_rows(result: SessionResult, global_steps: int = 0) -> list[QueueRow]:
     if not result.samples:
         return []
     _check_session(result)
+    check_rows(result)
     columns = _task_columns(result)
     rows: list[QueueRow] = []
     scores = token_rewards(result.samples)
