@@ -18,7 +18,7 @@ import pytest
 
 from branchline.gateway import uvicorn_server
 from tests.gateway.harness import AsyncTest, run
-from tests.gateway.limited_server import GET, LimitedServer, limited_server
+from tests.gateway.limited_server import GET, LimitedServer, limited_server, read_response
 
 TIMEOUT_S = 1000
 TIMES: dict[str, Any] = dict.fromkeys(
@@ -385,3 +385,35 @@ def test_connection_with_an_answer_that_nobody_reads_is_closed(run_on: RunOnLoop
             await limited.wait_until(lambda: limited.connections == 0)
 
     run_on(test)
+
+
+# -- the buffer that all connections share -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, uvicorn_server._RECEIVE_BYTES, 3 * uvicorn_server._RECEIVE_BYTES + 1])
+def test_bodies_that_arrive_at_the_same_time_stay_apart(run_on: RunOnLoop, size: int) -> None:
+    async def test() -> None:
+        async with limited_server(max_body_bytes=2**30) as limited:
+
+            async def echo(content: bytes) -> bytes:
+                reader, writer = await limited.connect()
+                writer.write(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(content))
+                for half in (content[: size // 2], content[size // 2 :]):
+                    writer.write(half)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                return (await read_response(reader)).partition(b"\r\n\r\n")[2]
+
+            contents = [bytes([number]) * size for number in range(8)]
+            assert await asyncio.gather(*map(echo, contents)) == contents
+
+    run_on(test)
+
+
+def test_asyncio_receives_without_allocating_a_buffer_for_each_read() -> None:
+    async def test() -> None:
+        async with limited_server() as limited:
+            await raw_client(limited, GET)
+            assert limited.server.receive_buffer[: len(GET)] == GET
+
+    run(test)

@@ -31,6 +31,7 @@ _LIMIT_LOG_S = 10.0
 _RESERVED_FILES = 64
 """Open files that are not connections: the journal, logs, the event loop."""
 _SHUTDOWN_POLL_S = 0.005
+_RECEIVE_BYTES = 256 * 1024
 _LOOP_PASSES = 2
 """After this many passes of the event loop it has polled the sockets and handled what it found: asyncio runs
 a task before the I/O of the same pass."""
@@ -47,6 +48,7 @@ class UvicornServer(uvicorn.Server):
     def __init__(self, app: Any, limits: GatewayConfig | None = None) -> None:
         self.limits = limits or GatewayConfig()
         self.max_connections = _connection_limit(self.limits.max_connections)
+        self.receive_buffer = memoryview(bytearray(_RECEIVE_BYTES))
         options: dict[str, Any] = {"log_level": "warning", "log_config": None, "access_log": False}
         options["timeout_keep_alive"] = self.limits.connection_idle_s
         protocol = partial(ServerConnection, self)
