@@ -261,6 +261,25 @@ def test_two_stops_at_a_time_both_wait() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("calls", [1, 7])
+def test_stop_that_waits_no_longer_says_for_what(calls: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        engine = make_engine(gate=asyncio.Event())
+        async with agent(engine=engine, config=GatewayConfig(drain_s=1000)) as a:
+            asking = [asyncio.create_task(a.ask("p")) for _ in range(calls)]
+            await until(lambda: len(engine.received_prompts) == calls)
+            stopping = asyncio.create_task(a.gateway.stop())
+            await until(lambda: a.gateway.sessions.stopping.is_set())
+            a.gateway.skip_drain()
+            await stopping
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    run(test)
+    (line,) = [line for line in caplog.messages if line.startswith("not waiting any longer for: ")]
+    assert line.count("POST /sessions/") == min(calls, 5)
+    assert ("and 2 others" in line) == (calls == 7)
+
+
 # -- a start that fails ------------------------------------------------------------------------------
 
 

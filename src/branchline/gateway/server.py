@@ -281,7 +281,7 @@ class Gateway:
             skip_drain.cancel()
             try:
                 if not server_task.done():
-                    log.warning("cancelling %d calls that are still running", self.app.model_api.in_flight)
+                    log.warning("not waiting any longer for: %s", "; ".join(server.describe_unfinished()))
                     await self.app.cancel_all()
             finally:
                 server.force_exit = True

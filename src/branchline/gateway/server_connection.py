@@ -96,6 +96,18 @@ class ServerConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Whether no request is in progress."""
         return all(cycle.response_complete for cycle in self._open_cycles)
 
+    def describe_unfinished(self) -> list[str]:
+        """What is not over on this connection, for a log."""
+        client = "unknown" if self.client is None else "{}:{}".format(*self.client)
+        unfinished = [cycle for cycle in self._open_cycles if not cycle.response_complete]
+        lines = [
+            f"{cycle.scope['method']} {cycle.scope['path']} from {client}"
+            + (", whose body is incomplete" if cycle.more_body else "")
+            for cycle in unfinished
+        ]
+        unread = self.transport.get_write_buffer_size()
+        return [*lines, f"{client}, which has {unread} bytes to read"] if unread else lines
+
     def fail(self, error: Exception) -> None:
         """Logs an error of this connection and closes it."""
         self._is_refused = True

@@ -28,6 +28,7 @@ log = logging.getLogger("branchline.gateway")
 _TICK_S = 1.0
 """How often the date header is set and overdue connections are closed."""
 _LIMIT_LOG_S = 10.0
+_MAX_DESCRIBED = 5
 _RESERVED_FILES = 64
 """Open files that are not connections: the journal, logs, the event loop."""
 _SHUTDOWN_POLL_S = 0.005
@@ -120,6 +121,14 @@ class UvicornServer(uvicorn.Server):
             self._for_each(self._connections, ServerConnection.shutdown)
             await asyncio.sleep(_SHUTDOWN_POLL_S)
             is_busy = bool(self.server_state.connections or self.server_state.tasks)
+
+    def describe_unfinished(self) -> list[str]:
+        """What a stop waits for: each request in progress, and each connection with an unread answer."""
+        lines = [line for connection in self._connections for line in connection.describe_unfinished()]
+        if not lines:
+            return [f"{len(self.server_state.tasks)} requests whose clients are gone"]
+        more = len(lines) - _MAX_DESCRIBED
+        return lines if more <= 0 else [*lines[:_MAX_DESCRIBED], f"and {more} others"]
 
     @property
     def _connections(self) -> list[ServerConnection]:
