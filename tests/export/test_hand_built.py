@@ -611,3 +611,16 @@ def test_a_hand_built_trajectory_can_be_copied_with_another_reward() -> None:
     assert trajectory.with_reward(1.0).samples[0].reward == 1.0
     assert copy.deepcopy(trajectory).messages_and_choices == trajectory.messages_and_choices
     assert json.loads(json.dumps(trajectory.messages_and_choices)) == trajectory.messages_and_choices
+
+
+@pytest.mark.parametrize("reason", [{}, {"finish_reason": None}, {"finish_reason": ""}])
+def test_a_choice_without_a_finish_reason_is_counted_and_not_trained(reason: dict[str, Any]) -> None:
+    choice = answered("ab", token_ids=[4, 5], prompt_token_ids=[1, 2])
+    del choice["finish_reason"]
+    built = Trajectory(
+        messages_and_choices=[{"role": "user", "content": "q"}, {**choice, **reason}], reward=1.0
+    )
+    assert (len(built.samples), built.finished) == (0, False)
+    assert built.report is not None
+    (dropped,) = built.report.dropped
+    assert (dropped.reason, dropped.tokens) == (DropReason.CANCELLED, 2)

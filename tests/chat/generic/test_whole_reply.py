@@ -33,6 +33,12 @@ values = st.recursive(
 )
 
 
+def has_scalar(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value)
+    return any(map(has_scalar, value)) if isinstance(value, list) else True
+
+
 def is_whole(message: Message, render: Callable[[Message], str]) -> bool:
     return find_whole_reply(message, render(message), render, lambda value: value) is not None
 
@@ -81,6 +87,8 @@ def test_arguments_are_whole_if_all_are_written(arguments: dict[str, Any], data:
 
         assert not is_whole(message, leave_one_out)
     assert is_whole(message, lambda shown: shown.tool_calls[0].name) == (not arguments)
+    keys_only = is_whole(message, lambda shown: "f " + ";".join(json.loads(shown.tool_calls[0].arguments)))
+    assert not keys_only or not any(has_scalar(value) for value in arguments.values())
     assert not is_whole(message, lambda shown: shown.tool_calls[0].arguments)
 
 

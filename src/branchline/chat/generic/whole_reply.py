@@ -116,7 +116,7 @@ class _Marks:
             return f'"{inner}{self._add(_Part(("",)))}"{colon}'
         text = self.escape(json.loads(written))
         in_json = [json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
-        return f'"{self._add(_Part((self.escape(inner), text, *in_json)))}"' if text.strip() else written
+        return f'"{self._add(_Part((self.escape(inner), text, *in_json)))}"'
 
     def _add(self, part: _Part, *, is_number: bool = False) -> str:
         place = min(len(self.parts), _MAX_MARKS)
