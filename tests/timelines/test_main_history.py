@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ CANDIDATES = (Cause.BEST_OF_N, Cause.DUPLICATE)
 """Causes after which the agent has several answers and continues none."""
 ENDINGS = [None, *(cause for cause in PLANNED_CAUSES if cause not in CANDIDATES)]
 CRITIC = Message("system", "You are the critic agent.")
+TITLE = Message("system", "You write titles.")
 
 
 @settings(max_examples=300, deadline=None)
@@ -43,6 +45,7 @@ CRITIC = Message("system", "You are the critic agent.")
     st.booleans(),
     st.booleans(),
     st.sampled_from(["template", "verbatim"]),
+    st.sampled_from([None, "quoted", "named", "spawned"]),
 )
 def test_each_cause_played_in_any_order_has_the_known_main_history(
     seed: int,
@@ -53,11 +56,13 @@ def test_each_cause_played_in_any_order_has_the_known_main_history(
     tools: bool,
     strip: bool,
     history: str,
+    title: str | None,
 ) -> None:
     generator = PlanGenerator(Random(seed), reasoning=strip, with_tools=tools, with_names=named, races=False)
     plan = generator.generate(steps, only=only, ending=ending)
     codec = ToyCodec.chatml(strip_thinking=strip)
     runner = PlanRunner(Session("s", codec, history=history), codec)  # type: ignore[arg-type]
+    ask_for_a_title(runner.session, plan[0].messages[-1], title)
     rng = Random(seed)
     runner.run(plan, causal_order(plan, rng), overlap=rng)
     calls = {executed.planned.index: executed.call for executed in runner.executed}
@@ -83,6 +88,26 @@ def test_each_cause_played_in_any_order_has_the_known_main_history(
 
     (sample,) = Trajectory.from_session(runner.session, policy=ExportPolicy(max_samples=1)).samples
     assert sample.answers[-1].call == calls[last].id
+
+
+def ask_for_a_title(session: Session, task: Message, kind: str | None) -> None:
+    """Asks for a title before the agent's first call; `spawned` asks twice."""
+
+    def ask(*messages: Message, agent: str = "", spawned_by: str = "") -> Message:
+        reply = Message("assistant", f"Files {len(messages)}")
+        ids = CODEC.encode_reply(reply)
+        turn = session.prepare(Request((TITLE, *messages), agent=agent, spawned_by=spawned_by))
+        logprobs = np.zeros(len(ids), np.float32)
+        session.record_delivery(session.commit(turn, Generation(ids, logprobs, message=reply)).call)
+        return reply
+
+    if kind == "quoted":
+        ask(Message("user", f"A title for: {task.content}"))
+    if kind == "named":
+        ask(task, agent="title")
+    if kind == "spawned":
+        first = ask(task, agent="title", spawned_by="main")
+        ask(task, first, Message("user", "Shorter."), agent="title", spawned_by="main")
 
 
 # -- critics and other system prompts ----------------------------------------------------------------
@@ -336,6 +361,94 @@ def test_a_session_of_side_calls_has_the_first_as_its_main_history(session: Sess
     assert main_text(session) == "Files"
 
 
+# -- side calls that names or their absence decide ------------------------------------------------------
+
+AFTER = Message("user", "And the folders?")
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+def test_a_title_asked_for_first_with_the_task_itself_is_taken_for_the_agent_and_reported(
+    session: Session, system: list[Message]
+) -> None:
+    # The same calls with the same answers as those of an agent with one turn and a critic with two.
+    commit_reply(session, [TITLE, TASK], "Files")
+    first = commit_reply(session, [*system, TASK], ANSWER)
+    commit_reply(session, [*system, TASK, first, AFTER], "Two.")
+    report = classify_forks(session.tree)
+    assert [fork.cause for fork in report.forks] == [Cause.OTHER_SYSTEM_PROMPT]
+    assert report.unnamed_conversations == 1
+    assert main_text(session) == "Files"
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS])
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+@pytest.mark.parametrize("shown", [[TITLE, TASK], [TITLE, Message("user", f"A title for: {TASK.content}")]])
+def test_a_side_call_with_a_name_before_the_agent_without_one_is_not_the_main_history(
+    session: Session, shown: list[Message], system: list[Message], tools: tuple[dict[str, object], ...]
+) -> None:
+    commit_reply(session, shown, "Files", agent="title")
+    first = commit_reply(session, [*system, TASK], ANSWER, tools=tools)
+    assert main_text(session) == ANSWER
+    commit_reply(session, [*system, TASK, first, AFTER], "Two.", tools=tools)
+    assert fork_causes(session) == [Cause.SUB_AGENT]
+    assert main_text(session) == "Two."
+
+
+@pytest.mark.parametrize("parent", ["solver", "main"])
+@pytest.mark.parametrize("agent", ["", "title"])
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_an_agent_that_names_its_parent_is_not_the_main_one_though_it_calls_first(
+    session: Session, parent: str, agent: str, turns: int, tools: tuple[dict[str, object], ...]
+) -> None:
+    shown = [TITLE, TASK]
+    for turn in range(turns):
+        reply = commit_reply(session, shown, f"Files {turn}", agent=agent, spawned_by=parent, tools=tools)
+        shown += [reply, Message("user", "Shorter.")]
+    solver = "solver" if agent else ""
+    first = commit_reply(session, [SYSTEM, TASK], ANSWER, agent=solver)
+    assert main_text(session) == ANSWER
+    commit_reply(session, [SYSTEM, TASK, first, AFTER], "Two.", agent=solver)
+    assert fork_causes(session) == [Cause.SUB_AGENT]
+    assert main_text(session) == "Two."
+
+
+def test_if_all_agents_name_a_parent_the_first_one_is_the_main_one(session: Session) -> None:
+    commit_reply(session, [SYSTEM, TASK], ANSWER, spawned_by="outer")
+    commit_reply(session, [TITLE, TASK], "Files", agent="title", spawned_by="outer")
+    assert main_text(session) == ANSWER
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_named_agent_that_calls_first_stays_the_main_one_beside_an_unnamed_critic(
+    session: Session, turns: int
+) -> None:
+    messages = [SYSTEM, TASK]
+    for turn in range(turns):
+        reply = commit_reply(session, messages, f"{ANSWER} {turn}", agent="solver")
+        messages += [reply, AFTER]
+    verdict = commit_reply(session, [CRITIC, JUDGE], "It is right.")
+    if turns > 1:
+        commit_reply(session, [CRITIC, JUDGE, verdict, Message("user", "Are you sure?")], "Yes.")
+    assert main_text(session) == f"{ANSWER} {turns - 1}"
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_a_request_appended_after_the_last_answer_is_a_turn_unless_it_has_a_name(
+    tools: tuple[dict[str, object], ...],
+) -> None:
+    for agent, causes, main in (
+        ("", [Cause.TOOLS_CHANGED] if tools else [], "Which folders?"),
+        ("suggest", [Cause.SUB_AGENT], ANSWER),
+    ):
+        session = Session("s", CODEC)
+        first = commit_reply(session, [SYSTEM, TASK], ANSWER, tools=tools)
+        ask = Message("user", "Suggest what the user may ask next.")
+        commit_reply(session, [SYSTEM, TASK, first, ask], "Which folders?", agent=agent)
+        assert fork_causes(session) == causes
+        assert main_text(session) == main
+
+
 # -- what ends last ------------------------------------------------------------------------------------
 
 
@@ -362,16 +475,81 @@ def test_of_the_choices_of_one_call_the_first_is_the_main_history(session: Sessi
     assert main_text(session) == "One."
 
 
-def test_a_named_agent_before_the_main_one_continues_is_a_sub_agent_in_any_order() -> None:
-    for order in ((0, 1), (1, 0)):
-        session = Session("s", CODEC)
-        first = commit_reply(session, [SYSTEM, TASK], ANSWER)
-        calls = [("Judge it.", "It is right.", "critic"), ("And the folders?", "Two.", "")]
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("tools", [(), TOOLS])
+@pytest.mark.parametrize("parent", ["", "main"])
+def test_a_named_agent_before_the_main_one_continues_is_a_sub_agent_in_any_order(
+    order: tuple[int, int], tools: tuple[dict[str, object], ...], parent: str
+) -> None:
+    thought = Message("assistant", ANSWER, reasoning_content="I count them.")
+    for codec, reply, causes in (
+        (CODEC, Message("assistant", ANSWER), []),
+        # The prompts of both show the answer without its reasoning, in one node.
+        (ToyCodec.chatml(strip_thinking=True), thought, [Cause.THINK_STRIP]),
+    ):
+        session = Session("s", codec)
+        first = commit_reply(session, [SYSTEM, TASK], reply, tools=tools)
+        calls = [("Judge it.", "It is right.", "critic", parent), ("And the folders?", "Two.", "", "")]
         for index in order:
-            ask, reply, agent = calls[index]
-            commit_reply(session, [SYSTEM, TASK, first, Message("user", ask)], reply, agent=agent)
-        assert fork_causes(session) == [Cause.SUB_AGENT]
+            ask, text, agent, spawned_by = calls[index]
+            shown = [SYSTEM, TASK, first, Message("user", ask)]
+            commit_reply(session, shown, text, agent=agent, spawned_by=spawned_by, tools=tools)
+        assert fork_causes(session) == [*causes, Cause.SUB_AGENT]
         assert main_text(session) == "Two."
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(),
+            st.booleans(),
+            st.sampled_from(["", "whole", "asked", "edited", "without system prompt"]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["", "solver"]),
+    st.booleans(),
+    st.sampled_from(["template", "verbatim"]),
+)
+def test_agents_that_show_the_main_conversation_before_it_goes_on_do_not_change_it(
+    steps: list[tuple[bool, bool, str]], strip: bool, tools: bool, main: str, spawned: bool, history: str
+) -> None:
+    session = Session("s", ToyCodec.chatml(strip_thinking=strip), history=history)  # type: ignore[arg-type]
+    shared = {"tools": TOOLS} if tools else {}
+    messages = [SYSTEM, TASK]
+    answers: list[str] = []
+    for step, (thinks, is_call, show) in enumerate(steps):
+        if answers and show:
+            shown = messages[1:] if show.startswith("without") else list(messages)
+            if show == "edited":
+                edited = Message("assistant", "edited", tool_calls=messages[2].tool_calls)
+                shown = [*messages[:2], edited, *messages[3:]]
+            if show != "whole":
+                shown.append(Message("user", "Judge what was said so far."))
+            parent = main or "main" if spawned else ""
+            verdict = commit_reply(
+                session, shown, f"Fine {step}.", agent="critic", spawned_by=parent, **shared
+            )
+            more = [*shown, verdict, Message("user", "Are you sure?")]
+            commit_reply(session, more, f"Yes {step}.", agent="critic", spawned_by=parent, **shared)
+        calls = (ToolCall("shell", "{}", f"c{step}"),) if is_call and step < len(steps) - 1 else ()
+        thought = "I count them." if thinks else ""
+        text = f"answer {step}"
+        reply = Message("assistant", text, reasoning_content=thought, tool_calls=calls)
+        commit_reply(session, messages, reply, agent=main, **shared)
+        answers.append(session.tree.calls[-1].id)
+        follow_up = Message("tool", "3", tool_call_id=f"c{step}") if calls else AFTER
+        messages += [reply, follow_up]
+    assert main_text(session) == f"answer {len(steps) - 1}"
+    rewards = [{"score": 1.0, "turn": turn} for turn in range(1, len(answers) + 1)]
+    policy = ExportPolicy(include_missing_logprobs=True)
+    trajectory = Trajectory.from_session(session, rewards=rewards, policy=policy)
+    paid = {span.turn: span.call for sample in trajectory.samples for span in sample.rewards}
+    assert paid == dict(enumerate(answers, 1))
 
 
 def test_the_reward_of_an_agents_turn_is_in_its_own_conversation(solved: Session) -> None:

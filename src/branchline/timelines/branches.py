@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import takewhile
 
-from branchline.core.call import Call
+from branchline.core.call import DEFAULT_AGENT, Call
 from branchline.core.message import Message
 from branchline.timelines.text_index import TextIndex
 from branchline.tree.tree import NO_NODE, Node, Tree
@@ -53,6 +53,24 @@ class Branches:
     def first_call(self, branch: Node) -> Call:
         """Returns the first call whose prompt or output contains a node."""
         return self._first_call[branch.id]
+
+    def agent_call(self, branch: Node) -> Call:
+        """Returns the first call of the main agent that contains a node, or the first call of any agent if
+        the main one has none: another agent may show the main conversation before that goes on itself."""
+        return self._first_main_call.get(branch.id) or self._first_call[branch.id]
+
+    @cached_property
+    def _first_main_call(self) -> dict[int, Call]:
+        """The first call of the main agent that contains a node, by node id."""
+        found: dict[int, Call] = {}
+        for call in self._tree.calls:
+            if call.agent == self.main_call.agent and not call.spawned_by:
+                for output in call.outputs:
+                    node: Node | None = self._tree.nodes[output]
+                    while node is not None and node.id not in found:
+                        found[node.id] = call
+                        node = node.parent
+        return found
 
     def prompt_messages_below(self, branch: Node) -> list[Message]:
         """Returns the context messages from a branch to the end of its first prompt."""
@@ -132,20 +150,35 @@ class Branches:
         return next((call for call in calls if call.outputs and not self._begins_aside(call)), calls[0])
 
     def _begins_aside(self, call: Call) -> bool:
-        """Whether a call is a side call of a conversation that begins later."""
-        nodes = self._tree.nodes
-        if call.requested_config_digest or any(
-            nodes[output].children or output in self._repeated for output in call.outputs
-        ):
+        """Whether a call names the agent that spawned it, or is a side call of a conversation that begins
+        later: of its agent or, if it has a name, of the agent without one."""
+        if call.spawned_by:
+            return True
+        if call.requested_config_digest or self._is_continued(call):
             return False
-        if call.agent in self._first_calls_with_tools:
+        if call.agent in self._first_calls_with_tools or (call.agent and self._has_unnamed_agent):
             return True
         tasks, index = self._first_tasks
         own = self._first_user_text(call)
         return any(
-            not own.startswith(text) and (text, call.agent) in tasks
+            (not own.startswith(text) and (text, call.agent) in tasks)
+            or (call.agent and (text, DEFAULT_AGENT) in tasks)
             for message in self._call_messages(call)
             for text in map(_to_text, index.find(text_bytes(message.content)))
+        )
+
+    def _is_continued(self, call: Call) -> bool:
+        nodes = self._tree.nodes
+        return any(nodes[output].children or output in self._repeated for output in call.outputs)
+
+    @cached_property
+    def _has_unnamed_agent(self) -> bool:
+        """Whether an agent without a name that nobody spawned uses tools or continues its answers."""
+        return any(
+            call.agent == DEFAULT_AGENT
+            and not call.spawned_by
+            and (call.requested_config_digest or self._is_continued(call))
+            for call in self._tree.calls
         )
 
     @cached_property
@@ -166,7 +199,7 @@ class Branches:
     def _first_calls_with_tools(self) -> dict[str, Call]:
         found: dict[str, Call] = {}
         for call in self._tree.calls:
-            if call.requested_config_digest and call.outputs:
+            if call.requested_config_digest and call.outputs and not call.spawned_by:
                 found.setdefault(call.agent, call)
         return found
 

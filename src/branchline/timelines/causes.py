@@ -145,16 +145,22 @@ class _Classifier:
 
     def _main_child_first(self, children: list[Node]) -> list[Node]:
         """Moves the main conversation before side calls (a title) and other agents that came before it."""
-        if len(children) < 2 or children[0].is_sampled or self._may_be_main(children[0]):
+        if len(children) < 2:
+            return children
+        first = children[0]
+        is_main_answer = first.is_sampled and first.agent == self._main_agent
+        if is_main_answer or self._may_be_main(first):
             return children
         for index, child in enumerate(children):
-            if not child.is_sampled and self._may_be_main(child):
+            if self._may_be_main(child):
                 return [child, *children[:index], *children[index + 1 :]]
         return children
 
     def _may_be_main(self, child: Node) -> bool:
-        is_main_agent = self._signals.first_call(child).agent == self._main_agent
-        return is_main_agent and not self._signals.is_side_call(child)
+        call = self._signals.agent_call(child)
+        return (
+            call.agent == self._main_agent and not call.spawned_by and not self._signals.is_side_call(child)
+        )
 
     def _classify(
         self, parent: Node, branch: Node, earlier: Sequence[Node], outputs: _SiblingOutputs
@@ -173,7 +179,7 @@ class _Classifier:
 
     def _classify_context(self, parent: Node, branch: Node, sibling: Node) -> Cause:
         signals = self._signals
-        call, other = signals.first_call(branch), signals.first_call(sibling)
+        call, other = signals.agent_call(branch), signals.agent_call(sibling)
         is_same_message = branch.message.key == sibling.message.key
         if is_same_message and call.rewrite_reason:
             return Cause.THINK_STRIP if call.rewrite_reason == Cause.THINK_STRIP else Cause.TEMPLATE_REWRITE
@@ -186,7 +192,7 @@ class _Classifier:
             return Cause.COMPACTION
         spawn = signals.spawning_node(branch, strict=is_same_message)
         self._add_spawn_edge(spawn, branch)
-        is_other_agent = call.agent != other.agent and call.agent != self._main_agent
+        is_other_agent = call.agent not in (other.agent, self._main_agent)
         if spawn is not None or is_other_agent or call.spawned_by:
             return Cause.SUB_AGENT
         if is_same_message:
@@ -221,7 +227,7 @@ class _Classifier:
         """Classifies a branch whose message equals its sibling's, so that only the ids differ."""
         if call.requested_config_digest != other.requested_config_digest:
             return Cause.TOOLS_CHANGED
-        if call.agent != other.agent:
+        if call.agent not in (other.agent, self._main_agent):
             return Cause.SUB_AGENT
         output: Node | None = None
         if sibling.is_sampled:

@@ -41,11 +41,11 @@ class ForkSignals(Branches):
             return self._tree.nodes[branch.source_id]
         if len(siblings) == 1:
             return siblings[0]
-        call = self.first_call(branch)
+        agent = self.agent_call(branch).agent
         system = self._system_prompt(branch)
 
         def similarity(sibling: Node) -> tuple[bool, bool, int, int]:
-            same_agent = self.first_call(sibling).agent == call.agent
+            same_agent = self.agent_call(sibling).agent == agent
             same_system = self._system_prompt(sibling) == system
             return (same_agent, same_system, len(self.shared_keys(sibling, branch)), sibling.id)
 
@@ -61,7 +61,7 @@ class ForkSignals(Branches):
         too.
         """
         call = self.first_call(branch)
-        parent = self._parent_agent(call)
+        parent = self._parent_agent(self.agent_call(branch))
         messages = self._prompt_messages(branch)
         first, tasks = _task_texts(messages)
         if parent is None and not tasks:
@@ -214,7 +214,7 @@ class ForkSignals(Branches):
 
     def is_side_call(self, branch: Node) -> bool:
         """Whether a branch is not continued and either lacks the main call's tools or quotes its task."""
-        call = self.first_call(branch)
+        call = self.agent_call(branch)
         main = self.main_call
         if not main.requested_config_digest:
             main = self._first_calls_with_tools.get(call.agent, main)
