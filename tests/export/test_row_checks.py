@@ -311,6 +311,10 @@ def test_media_with_one_digest_and_other_data_are_refused(tmp_path: Path) -> Non
         InputError, match=r"s.jsonl:2: media\[0\].data: got b'two', expected the data that a row"
     ):
         list(read_jsonl(file))
+    both = replace(GOOD, media=(Media("image", "d", b"one"), Media("image", "d", b"two")))
+    for write, _ in FORMATS.values():
+        with pytest.raises(InputError, match=r"media\[1\].data: got b'two', expected the data that 'd' has"):
+            write([both], file)
 
 
 def test_an_empty_image_is_read_back(tmp_path: Path) -> None:

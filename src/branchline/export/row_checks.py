@@ -7,6 +7,7 @@
                after other ids
     answers    in order, within the row, and exactly the trained tokens (older files have none)
     rewards    within the row
+    media      one digest has one content
 
 So what is written is read back equal, and what is read is what an export writes.
 """
@@ -79,6 +80,7 @@ def check_row(row: SampleRow) -> None:
     is_trained = _check_tokens(sample)
     _check_counts(sample, int(np.count_nonzero(is_trained)))
     _check_spans(sample, is_trained)
+    _check_media(sample)
 
 
 def refuse(name: str, got: object, expected: str) -> NoReturn:
@@ -228,3 +230,11 @@ def _check_spans(sample: Sample, is_trained: NDArray[np.bool_]) -> None:
         is_answer[answer.start : end] = True
     expected = "1 in the answers of the row, and 0 elsewhere"
     _refuse_any(is_answer != is_trained, "response_mask", sample.response_mask, expected)
+
+
+def _check_media(sample: Sample) -> None:
+    """A file has the data of a digest once."""
+    payloads: dict[str, bytes] = {}
+    for index, media in enumerate(sample.media):
+        if payloads.setdefault(media.digest, media.payload) != media.payload:
+            refuse(f"media[{index}].data", media.payload, f"the data that {media.digest!r} has before")
