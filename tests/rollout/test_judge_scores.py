@@ -116,6 +116,36 @@ def test_a_ranking_that_an_agent_wrote_does_not_replace_an_answer_that_is_not_re
 
 
 @pytest.mark.parametrize(
+    "final",
+    [
+        '{"result": {"A": 0.1, "B": 0.9}}',
+        '{"ranking": {"A": 0.1, "B": 0.9}, "scores": null}',
+        '{"scores": {"A": 0.1, "B": 0.9}, "scores": {"A": 0.1, "B": 0.9}}',
+        '{"final_scores": [{"trajectory_id": "A", "score": 0.1}, {"trajectory_id": "B", "score": 0.9}]}',
+        '{"one": {"scores": [{"trajectory_id": "A", "score": 0.1}, {"trajectory_id": "B", "score": 0.9}]}}',
+        '{"trajectory_id": "A", "score": 0.1}\n{"trajectory_id": "B", "score": 0.9}',
+        '[{"trajectory_id": "A", "score": 0.1}, {"trajectory_id": "B", "score": 0.9}, {"note": 1}]',
+        '{"scores": [{"id": "A", "score": 0.1}, {"id": "B", "score": 0.9}]}',
+        '[{"A": 0.1}, {"B": 0.9}]',
+        '[["A", 0.1], ["B", 0.9]]',
+        '{"A": 0.1, "deep": {"B": 0.9}}',
+        '{"A": 0.9, "B": 0.1, "corrected": [0.1, 0.9]}',
+        '{"#A": 0.1, "#B": 0.9}',
+        '{"scores": {"trajectory A": 0.1, "trajectory B": 0.9}}',
+        '{"scores": [{"trajectory_id": "A ", "score": 0.1}, {"trajectory_id": "B ", "score": 0.9}]}',
+        '{"K7F2QZ": 0.1, "M3XW9B": 0.9}',
+        '{"K7F2QZ": 0.1, "M3XW9B": 0.9',
+    ],
+)
+def test_a_draft_does_not_replace_a_ranking_that_is_written_in_another_way(final: str) -> None:
+    draft = '{"A": 0.9, "B": 0.1}'
+    for answer in (f"Draft: {draft}. {final}", f"{final} At first {draft}."):
+        judgements, of_answer = read_scores(with_ids(answer), IDS[:2])
+        assert [judgement.score for judgement in judgements] == [None, None]
+        assert of_answer
+
+
+@pytest.mark.parametrize(
     ("answer", "problem"),
     [
         ("", "got ''"),

@@ -2,10 +2,10 @@
 
 The answer is the one JSON value of the text that has exactly the ids that the judge was shown, each once: a
 list of objects with `trajectory_id` and `score`, or an object from ids to scores, by itself or under
-`scores`. Nobody but the judge knows these ids, so what it quotes is never an answer: other text and JSON is
-ignored, and so is everything before a `</think>`. No such value, two that differ, one beside another that
-scores a trajectory otherwise, or parts of one that is no valid JSON, is an error of the whole answer.
-A score that is no number from 0 to 1 is an error of its trajectory alone.
+`scores`. Nobody but the judge knows these ids, so what it quotes is never an answer: text and JSON without
+them is ignored, and so is everything before a `</think>`. No such value, two that differ, other JSON with an
+id that does not repeat some of its scores, or parts of one that is no valid JSON, is an error of the whole
+answer. A score that is no number from 0 to 1 is an error of its trajectory alone.
 
     read_scores('Notes [0, 1]. {"scores": [{"trajectory_id": "k7f2qz", "score": 0.5}]}', ["k7f2qz"])
 
@@ -77,15 +77,17 @@ def _read_answer(answer: object, ids: Sequence[str]) -> list[Judgement]:
         raise _AnswerError("parts of an answer outside of valid JSON")
     complete: list[dict[str, Judgement]] = []
     partial: list[dict[str, Judgement]] = []
+    """The entries of other JSON with an id; none if it is written in another way."""
     wrong = ""
+    any_id = re.compile("|".join(map(re.escape, ids)), re.IGNORECASE)
     for start, end in spans:
-        entries = _score_entries(_decode(answer[start:end]))
-        if {name for name, _ in entries}.isdisjoint(ids):
+        if any_id.search(answer, start, end) is None:
             continue
+        entries = _score_entries(_decode(answer[start:end]))
         found = {name: read_judgement(scores) for name, scores in entries}
         if wrong_ids := _wrong_ids([name for name, _ in entries], ids):
-            wrong = wrong_ids
             partial.append(found)
+            wrong = wrong if found.keys().isdisjoint(ids) else wrong_ids
         else:
             complete.append(found)
     if not complete:
@@ -93,8 +95,11 @@ def _read_answer(answer: object, ids: Sequence[str]) -> list[Judgement]:
     scores = complete[0]
     if any(found != scores for found in complete):
         raise _AnswerError("two different answers for all trajectories")
-    if any(scores[name] != one for found in partial for name, one in found.items() if name in scores):
-        raise _AnswerError("two scores for a trajectory")
+    for found in partial:
+        if not found or not found.keys() <= scores.keys():
+            raise _AnswerError("JSON with an id beside the answer")
+        if any(scores[name] != one for name, one in found.items()):
+            raise _AnswerError("two scores for a trajectory")
     return [scores[name] for name in ids]
 
 
@@ -116,7 +121,7 @@ def _has_entry_outside(answer: str, begin: int, spans: Sequence[tuple[int, int]]
     ends = (begin, *(end for _, end in spans))
     starts = (*(start for start, _ in spans), len(answer))
     return any(
-        match[match.lastindex or 0] in ids
+        match[match.lastindex or 0].lower() in ids
         for end, start in zip(ends, starts, strict=True)
         if end < start
         for match in _ENTRY.finditer(answer, end, start)
