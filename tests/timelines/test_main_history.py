@@ -23,7 +23,7 @@ from branchline import (
 from branchline.core.call import Delivery
 from branchline.export.jsonl import report_from_json, report_to_json
 from branchline.testing.plan_runner import PlanRunner, causal_order
-from branchline.testing.plans import PlanGenerator
+from branchline.testing.plans import PlanGenerator, PlannedCall
 from branchline.timelines.causes import Cause
 from tests.test_contract import PLANNED_CAUSES
 from tests.timelines.test_causes import CODEC, SYSTEM, TASK, TOOLS, commit_reply, fork_causes
@@ -46,6 +46,7 @@ TITLE = Message("system", "You write titles.")
     st.booleans(),
     st.sampled_from(["template", "verbatim"]),
     st.sampled_from([None, "quoted", "named", "spawned"]),
+    st.sampled_from([None, Delivery.CANCELLED, Delivery.LOST]),
 )
 def test_each_cause_played_in_any_order_has_the_known_main_history(
     seed: int,
@@ -57,6 +58,7 @@ def test_each_cause_played_in_any_order_has_the_known_main_history(
     strip: bool,
     history: str,
     title: str | None,
+    cut: Delivery | None,
 ) -> None:
     generator = PlanGenerator(Random(seed), reasoning=strip, with_tools=tools, with_names=named, races=False)
     plan = generator.generate(steps, only=only, ending=ending)
@@ -68,14 +70,19 @@ def test_each_cause_played_in_any_order_has_the_known_main_history(
     calls = {executed.planned.index: executed.call for executed in runner.executed}
     known = generator.main_answers
     last, choice = known[-1]
+    end = [plan[last].outputs[choice].message]
+    if cut is not None:
+        end += go_on_without_an_answer(runner.session, plan[last], end[0], cut)
 
     rewards = [{"score": turn / 10, "turn": turn} for turn in range(1, len(known) + 1)]
     trajectory = Trajectory.from_session(runner.session, rewards=rewards)
     assert trajectory.history is not None
-    assert trajectory.history.messages[-1].key == plan[last].outputs[choice].message.key
-    assert trajectory.answer == plan[last].outputs[choice].message.content
+    assert trajectory.answer == end[-1].content
+    assert trajectory.finished == (cut is None and plan[last].outputs[choice].is_complete)
     # Tool results are put into the order of their calls.
-    assert sorted(message.key for message in trajectory.history.messages[:-1]) == sorted(
+    shown = trajectory.history.messages
+    assert [message.key for message in shown[-len(end) :]] == [message.key for message in end]
+    assert sorted(message.key for message in shown[: -len(end)]) == sorted(
         message.key for message in plan[last].messages
     )
 
@@ -88,6 +95,17 @@ def test_each_cause_played_in_any_order_has_the_known_main_history(
 
     (sample,) = Trajectory.from_session(runner.session, policy=ExportPolicy(max_samples=1)).samples
     assert sample.answers[-1].call == calls[last].id
+
+
+def go_on_without_an_answer(
+    session: Session, last: PlannedCall, reply: Message, delivery: Delivery
+) -> list[Message]:
+    """Continues the last answer of an agent by a call whose answer is not delivered; returns the rest."""
+    results = [Message("tool", "3", tool_call_id=call.id) for call in reply.tool_calls]
+    follow_up = results or [Message("user", "Go on.")]
+    request = [*last.messages, reply, *follow_up]
+    cut_off = commit_reply(session, request, "Cut off", agent=last.agent, tools=last.tools, delivery=delivery)
+    return [*follow_up, cut_off]
 
 
 def ask_for_a_title(session: Session, task: Message, kind: str | None) -> None:
@@ -465,6 +483,68 @@ def test_without_any_delivered_timeline_the_last_one_is_the_main_history(solved:
     trajectory = Trajectory.from_session(solved, rewards=[{"score": 1.0, "turn": 1}], policy=policy)
     assert not trajectory.finished
     assert [span.call for sample in trajectory.samples for span in sample.rewards] == ["call-0"]
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_of_the_choices_of_one_call_the_continued_one_is_the_main_history(
+    session: Session, taken: int
+) -> None:
+    replies = [Message("assistant", text) for text in ("One.", "Two.")]
+    turn = session.prepare(Request((TASK,)))
+    call = session.commit(turn, *(Generation(CODEC.encode_reply(one), message=one) for one in replies)).call
+    session.record_delivery(call)
+    commit_reply(
+        session, [TASK, replies[taken], Message("user", "Go on.")], "Cut", delivery=Delivery.CANCELLED
+    )
+    assert main_text(session) == "Cut"
+    trajectory = Trajectory.from_session(
+        session, rewards=[{"score": 1.0, "turn": 1}], policy=ExportPolicy(include_missing_logprobs=True)
+    )
+    (rewarded,) = [sample for sample in trajectory.samples if sample.rewards]
+    assert session.tree.nodes[rewarded.answers[-1].node].message.content == replies[taken].content
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_the_one_sample_of_a_session_trains_the_last_answer_before_a_cancelled_call(strip: bool) -> None:
+    codec = ToyCodec.chatml(strip_thinking=strip)
+    session = Session("s", codec)
+
+    def ask(*messages: Message, delivery: Delivery = Delivery.DELIVERED, agent: str = "") -> Message:
+        reply = Message("assistant", "Done.", reasoning_content="Let me see.")
+        ids = codec.encode_reply(reply)
+        turn = session.prepare(Request(messages, agent=agent))
+        generation = Generation(ids, np.zeros(len(ids), np.float32), message=reply)
+        session.record_delivery(session.commit(turn, generation).call, delivery)
+        return reply
+
+    first = (SYSTEM, TASK, ask(SYSTEM, TASK), Message("user", "Go on."))
+    shown = (*first, ask(*first))
+    ask(*shown, Message("user", "And now?"), delivery=Delivery.CANCELLED)
+    ask(CRITIC, JUDGE, agent="critic")
+    trajectory = Trajectory.from_session(session, policy=ExportPolicy(max_samples=1))
+    assert trajectory.history is not None
+    assert not trajectory.finished
+    assert trajectory.history.messages[:-1] == (*shown, Message("user", "And now?"))
+    (sample,) = trajectory.samples
+    assert "call-1" in [answer.call for answer in sample.answers]
+
+
+def test_a_cancelled_retry_of_an_earlier_answer_does_not_replace_later_ones(solved: Session) -> None:
+    more = [SYSTEM, TASK, Message("assistant", ANSWER), Message("user", "Go on.")]
+    commit_reply(solved, more, "One more.")
+    for messages in (more, [SYSTEM, Message("user", "Edited."), *more[2:]]):
+        commit_reply(solved, messages, "Cut off", delivery=Delivery.CANCELLED)
+        assert main_text(solved) == "One more."
+
+
+def test_an_agent_stopped_in_its_last_call_keeps_its_own_conversation(solved: Session) -> None:
+    shown = [SYSTEM, TASK, Message("assistant", ANSWER)]
+    commit_reply(solved, [*shown, JUDGE], "Right.", agent="critic")
+    commit_reply(solved, [*shown, Message("user", "Why?")], "Because.")
+    commit_reply(solved, [*shown, JUDGE, TASK], "Cut", agent="critic", delivery=Delivery.CANCELLED)
+    leaf = classify_forks(solved.tree).leaf_of("critic")
+    assert leaf is not None
+    assert leaf.message.content == "Right."
 
 
 def test_of_the_choices_of_one_call_the_first_is_the_main_history(session: Session) -> None:

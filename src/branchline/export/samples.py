@@ -377,13 +377,22 @@ def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:
 
 
 def _limit_leaves(leaves: list[Node], policy: ExportPolicy, main_leaf: Node | None) -> list[Node]:
-    """Returns at most `max_samples` leaves, always including the main history's, or the last if that trains
-    nothing."""
+    """Returns at most `max_samples` leaves, always including the one that trains the last answer of the main
+    history, or the last if that trains nothing."""
     limit = policy.max_samples
     if limit is None or len(leaves) <= limit:
         return leaves
-    main_nodes = {node.id for node in main_leaf.path()} if main_leaf is not None else set()
-    main = next((leaf for leaf in reversed(leaves) if leaf.id in main_nodes), leaves[-1])
+    last_below: dict[int, Node] = {}
+    for leaf in reversed(leaves):
+        node: Node | None = leaf
+        while node is not None and node.id not in last_below:
+            last_below[node.id] = leaf
+            node = node.parent
+    answers = [
+        node.id if node.is_sampled else node.source_id
+        for node in reversed(main_leaf.path() if main_leaf is not None else ())
+    ]
+    main = next((last_below[answer] for answer in answers if answer in last_below), leaves[-1])
     others = [leaf for leaf in leaves if leaf is not main]
     count = limit - 1
     if policy.keep == "last":

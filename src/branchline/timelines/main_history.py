@@ -1,8 +1,9 @@
 """Which timeline is the conversation of a session, or of one of its agents.
 
-The main history is the delivered timeline that ends last among those that are reached from the main call (the
-first call that is no side call) without crossing a fork or an edge to another agent's conversation. Answers,
-rewards of turns and exports ask here and nowhere else.
+The main history is the timeline with the latest delivered answer among those that are reached from the main
+call (the first call that is no side call) without crossing a fork or an edge to another agent's conversation.
+What follows that answer and was cancelled is a part of it. Answers, rewards of turns and exports ask here and
+nowhere else.
 
 A branch belongs to the conversation of the sibling that it is compared with, whichever of the two came first.
 A compacted conversation belongs to the conversation whose summary it quotes.
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from branchline.core.call import Call
-from branchline.tree.tree import Node, Tree
+from branchline.tree.tree import NO_NODE, Node, Tree
 
 
 class Conversations:
@@ -41,8 +42,8 @@ class Conversations:
             self._linked.setdefault(other, []).append(one)
 
     def main_leaf(self) -> Node | None:
-        """Returns the end of the main history: its last answer that reached its client, or its last answer if
-        none did."""
+        """Returns the end of the main history: its last answer that reached its client, or a later one below
+        it that did not."""
         reached = self._reached(self._main_call)
         return self._last([leaf for leaf in self._tree.leaves() if leaf.id in reached])
 
@@ -51,7 +52,7 @@ class Conversations:
         no timeline ends with the agent."""
         if agent == self._main_call.agent:
             return self.main_leaf()
-        return self._last([leaf for leaf in self._tree.leaves() if leaf.agent == agent])
+        return self._last([leaf for leaf in self._tree.leaves() if leaf.agent == agent], agent)
 
     def _reached(self, start: Call) -> set[int]:
         """Returns the nodes of the conversation that a call belongs to."""
@@ -71,14 +72,28 @@ class Conversations:
                     open_nodes.append(other)
         return found
 
-    def _last(self, leaves: Sequence[Node]) -> Node | None:
-        """Returns the leaf that ends last, a delivered one if there is any. The choices of one call end at
-        the same time; clients use the first."""
+    def _last(self, leaves: Sequence[Node], agent: str | None = None) -> Node | None:
+        """Returns the leaf with the latest delivered answer at or above it, of an agent if one is given; of
+        the choices of one call the continued one. Without any it is the leaf that ends last. The choices of
+        one call end at the same time; clients use the first."""
 
-        def order(leaf: Node) -> tuple[bool, int, int]:
-            is_delivered = leaf.id not in self._undelivered
-            if leaf.output is None:
-                return is_delivered, leaf.id, 0
-            return is_delivered, self._tree.call_of(leaf).outputs[0], -leaf.output.choice_index
+        def order(leaf: Node) -> tuple[int, bool, int, int]:
+            last = self._last_delivered(leaf, agent)
+            choice = 0 if leaf.output is None else leaf.output.choice_index
+            return NO_NODE if last is None else self._end(last), last is not leaf, self._end(leaf), -choice
 
         return max(leaves, key=order, default=None)
+
+    def _last_delivered(self, leaf: Node, agent: str | None) -> Node | None:
+        """Returns the last delivered answer at or above a leaf, wherever it was sampled; for a prompt without
+        an answer, its end."""
+        if leaf.id not in self._undelivered:
+            return leaf
+        for node in reversed(leaf.path()[:-1]):
+            answer = node if node.source_id == NO_NODE else self._tree.nodes[node.source_id]
+            if answer.is_sampled and agent in (None, answer.agent):
+                return answer
+        return None
+
+    def _end(self, node: Node) -> int:
+        return node.id if node.output is None else self._tree.call_of(node).outputs[0]
