@@ -230,3 +230,22 @@ def test_the_table_says_why_an_answer_is_not_encoded(
     log.write_text(json.dumps(log_line([raw_message("user", "q")], answer("Done.", "Easy."))))
     assert main(["merge", str(log), "--tokenizer", str(folder), "--inexact"]) == 0
     assert "dropped, not_encoded: 1 output, 0 tokens (logged without ids, and" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_answer_whose_ids_another_line_has_is_not_encoded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_first: bool
+) -> None:
+    folder = save_byte_level(tmp_path / "model", chat_template=template(), eos_token="<|end|>")
+    with_ids = log_line([raw_message("user", "q")], "Done.", [1, 2, 3], [4, 5])
+    without = log_line([raw_message("user", "q")], "Done.")
+    for line in (with_ids, without):
+        line["response"]["id"] = "c"
+    log, target = tmp_path / "calls.jsonl", tmp_path / "samples.jsonl"
+    lines = [without, with_ids] if is_first else [with_ids, without]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--tokenizer", str(folder), "--inexact", "--json"]
+    assert main(["merge", str(log), "--samples", str(target), *options]) == 0
+    (sample,) = read_jsonl(target)
+    assert (sample.exact, sample.response_ids.tolist()) == (True, [4, 5])
+    assert len(json.loads(capsys.readouterr().out)["logged_twice"]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,65 @@ def test_of_a_response_that_is_logged_again_only_the_new_choices_are_trained(mer
     report, samples = merge([line, whole])
     assert len(samples) == 2
     assert report["logged_twice"] == [{"line": 2, "tokens": 2}]
+
+
+def test_a_choice_that_was_cut_off_is_finished_by_another_line_in_any_order(merge: Merge) -> None:
+    lines = [log_line([U], "first", PROMPT, [20, 21 + index, STOP]) for index in range(2)]
+    for index, line in enumerate(lines):
+        line["response"]["id"] = "c"
+        line["response"]["choices"][0]["index"] = index
+    choices: list[Any] = [line["response"]["choices"][0] for line in lines]
+    cut = [{**choices[0], "finish_reason": None}, choices[1]]
+    whole = {**lines[0], "response": {**lines[0]["response"], "choices": cut}}
+    for log in permutations([whole, *lines]):
+        report, samples = merge(log)
+        assert sorted(sample.response_ids.tolist() for sample in samples) == [[20, 21, STOP], [20, 22, STOP]]
+        assert (report["dropped"], report["calls"]) == ([], 3)
+        assert sum(entry["tokens"] for entry in report["logged_twice"]) == 6
+    report, (sample,) = merge([whole])
+    assert sample.response_ids.tolist() == [20, 22, STOP]
+    assert [(entry["reason"], entry["tokens"]) for entry in report["dropped"]] == [("cancelled", 3)]
+
+
+@pytest.mark.parametrize("options", [(), ("--allow-missing-logprobs",), ("--missing-logprob", "-1")])
+@pytest.mark.parametrize("missing", ["logprobs", "token_ids"])
+def test_what_one_line_of_an_answer_lacks_another_has(
+    merge: Merge, options: tuple[str, ...], missing: str
+) -> None:
+    line = log_line([U], "first", PROMPT, [20, STOP])
+    line["response"]["id"] = "c"
+    poor = json.loads(json.dumps(line))
+    del poor["response"]["choices"][0][missing]
+    for log in permutations([line, poor, line]):
+        report, (sample,) = merge(log, *options)
+        assert sample.response_logprobs.tolist() == [-0.5, -0.5]
+        assert report["sampled_tokens"] == report["delivered_tokens"] == 2
+        assert len(report["logged_twice"]) == 2
+
+
+def test_a_model_that_is_not_trained_is_shown_so_if_its_lines_were_logged_twice(merge: Merge) -> None:
+    other = named(log_line([W], "other", PROMPT, [22, STOP]), "critic")
+    other["response"]["id"] = "c"
+    report, _ = merge([named(JOINED[0], "policy"), other, other], "--train-model", "policy")
+    assert report["models"] == [
+        {"model": "critic", "calls": 2, "trained_calls": 0},
+        {"model": "policy", "calls": 1, "trained_calls": 1},
+    ]
+
+
+def test_answers_that_contradict_each_other_are_named_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "calls.jsonl"
+    lines = [log_line([U], text, PROMPT, [20, STOP]) for text in ("first", "second")]
+    for line in lines:
+        line["response"]["id"] = "c"
+        del line["response"]["choices"][0]["finish_reason"]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["merge", str(log)]) == 0
+    out = capsys.readouterr().out
+    assert "other answers under one response id and index: 1 line, each counted (first: line 2)" in out
+    assert "cut off, or logged without finish_reason; if the logger left it out, add it" in out
 
 
 @pytest.mark.parametrize("options", [["--stop-id", STOP], ["--stop-id", STOP, "--ignore-tools"]])

@@ -122,6 +122,29 @@ def test_ids_and_logprobs_may_be_missing(tmp_path: Path) -> None:
             json.dumps(log_line(response__choices__0__logprobs={"content": [{"logprob": float("nan")}]})),
             "expected one JSON object a line",
         ),
+        (log_line(response__usage="x"), "response.usage: got 'x', expected an object or null"),
+        *(
+            (
+                log_line(response__usage={name: value}),
+                f"response.usage.{name}: got {value!r}, expected an integer from 0 on, or null",
+            )
+            for name in ("completion_tokens", "prompt_tokens")
+            for value in ("2", 2.0, True, -1, [2])
+        ),
+        *(
+            (
+                log_line(response__usage={"prompt_tokens": count}),
+                f"response.usage.prompt_tokens: got {count}, expected 2, the number of prompt_token_ids",
+            )
+            for count in (0, 1, 77)
+        ),
+        *(
+            (
+                log_line(response__usage={"completion_tokens": count}, response__id="other"),
+                f"response.usage.completion_tokens: got {count}, expected 2, the number of token_ids",
+            )
+            for count in (0, 1, 3, 9)
+        ),
         ("[" * 16_000, "expected one JSON object a line"),
         (json.dumps(log_line()) * 2, "expected one JSON object a line"),
         (json.dumps(log_line())[:50], "expected one JSON object a line"),
@@ -136,8 +159,62 @@ def test_an_invalid_line_is_reported_with_file_line_and_expectation(
     assert str(error.value).startswith(f"{path}:2: ")
     assert problem in str(error.value)
     reader = LogReader(path, skip_bad=True)
-    assert len(list(reader)) == 1
+    assert len(reader.check_counts(reader)) == 1
     assert [bad.line for bad in reader.errors] == [2]
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"completion_tokens": None}, {"completion_tokens": 2}])
+def test_usage_is_optional(tmp_path: Path, usage: object) -> None:
+    assert len(read_log(write_log(tmp_path, log_line(response__usage=usage)))) == 1
+
+
+def choice_line(index: int, counted: int, ids: int = 2, **changes: object) -> Any:
+    """A line with one choice of a response of several."""
+    choice = {"index": index, "message": {"content": "x"}, "finish_reason": "stop", "token_ids": [3] * ids}
+    return log_line(response__choices=[choice], response__usage={"completion_tokens": counted}, **changes)
+
+
+@pytest.mark.parametrize("indices", [(0, 1), (1, 0), (0, 1, 0), (2, 0, 1)])
+def test_the_usage_of_a_line_may_be_that_of_its_response(tmp_path: Path, indices: tuple[int, ...]) -> None:
+    for counted in (2, 2 * len(set(indices))):
+        lines = [choice_line(index, counted) for index in indices]
+        assert len(read_log(write_log(tmp_path, *lines))) == len(indices)
+
+
+@pytest.mark.parametrize(
+    ("lines", "bad"),
+    [
+        # An id of the second choice is missing; which choice it is, nothing tells.
+        ([choice_line(0, 4), choice_line(1, 4, ids=1)], [1, 2]),
+        ([choice_line(0, 2), choice_line(1, 2, ids=1)], [2]),
+        ([choice_line(0, 4), choice_line(1, 4, response__id="other")], [1]),
+        ([choice_line(0, 4), choice_line(1, 4, session="other")], [1]),
+        ([choice_line(1, 1)], [1]),
+        # More choices were asked for than are logged, or an index says so.
+        ([choice_line(0, 4, request__n=2)], []),
+        ([choice_line(0, 4, request__n=2), choice_line(1, 4, request__n=2)], []),
+        ([choice_line(0, 9, request__n=2), choice_line(1, 9, request__n=2)], [1, 2]),
+        ([choice_line(1, 4)], []),
+        # A stream that was cut off may end with an early count.
+        ([log_line(response__usage={"completion_tokens": 1}, response__choices__0__finish_reason=None)], []),
+    ],
+)
+def test_ids_are_counted_in_all_lines_of_a_response(tmp_path: Path, lines: list[Any], bad: list[int]) -> None:
+    path = write_log(tmp_path, *lines)
+    reader = LogReader(path, skip_bad=True)
+    assert len(reader.check_counts(reader)) == len(lines) - len(bad)
+    assert [error.line for error in reader.errors] == bad
+    if bad:
+        with pytest.raises(LogError, match="completion_tokens: got"):
+            read_log(path)
+
+
+def test_images_may_count_as_more_tokens_than_ids(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    raw = log_line(
+        request__messages=[{"role": "user", "content": [image]}], response__usage={"prompt_tokens": 99}
+    )
+    assert len(read_log(write_log(tmp_path, raw))) == 1
 
 
 def test_ids_that_fail_the_check_make_a_line_invalid(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import CompareLevel, MergePolicy
 from branchline.timelines.log import LoggedCall, LogReader, group_by_session
 from branchline.timelines.merge import MergeResult, merge
+from branchline.timelines.responses import join_copies
 
 _DEFAULTS = MergePolicy()
 _MAX_SKIPPED = 10
@@ -44,11 +45,16 @@ one line of CALLS.jsonl (wrapped here):
                              "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}]}}
   request and response are those of a chat completion, with token ids in the fields that vLLM fills under
   return_token_ids. session, agent, token ids and logprobs are optional; without token ids and logprobs
-  nothing can be trained exactly. A choice without a finish reason was cut off; it is counted and not trained.
+  nothing can be trained exactly.
+
+  A choice without a finish_reason (null, "" or no such key) was cut off: it is counted (dropped, cancelled)
+  and not trained. If the logger leaves finish_reason out, write the server's: "stop", "length", "tool_calls".
+  usage is optional; its prompt_tokens and completion_tokens must be the numbers of the token ids.
 
   response may also be a stream: a list of chunks, or the text of server-sent events. A response with several
-  choices may be logged as one line per choice, each with its index; equal answers under one response id and
-  index are one. CALLS.jsonl may be compressed with gzip.
+  choices may be logged as one line per choice, each with its index and the usage of itself or of the whole
+  response. Lines with one response id and index are one answer, with all that any of them tells; lines that
+  contradict each other are counted and stay apart. CALLS.jsonl may be compressed with gzip.
 
 what is merged:
   By default a call continues an answer if its messages repeat it (roles, texts and tool calls) and its logged
@@ -81,6 +87,8 @@ class CallLogFile:
 
     path: Path
     sessions: list[LoggedSession]
+    repeated: list[LoggedCall]
+    """Calls with the outputs that are left out because another line has them."""
     skipped: list[LogError]
     replaced_text: list[int]
     """Lines with bytes that are not UTF-8."""
@@ -88,9 +96,11 @@ class CallLogFile:
     codec: GenericCodec | None
     """The codec of the tokenizer, if it has a chat template that can be used."""
 
-    @property
-    def calls(self) -> int:
-        return sum(len(session.calls) for session in self.sessions)
+    @cached_property
+    def all_calls(self) -> list[LoggedCall]:
+        """Every line once, also one that is in parts or repeats another."""
+        calls = [*self.repeated, *(call for session in self.sessions for call in session.calls)]
+        return list({call.line: call for call in calls}.values())
 
     def diagnoses(self, session: LoggedSession) -> list[Diagnosis]:
         """A diagnosis of every fork of a session, with decoded text if the log has a tokenizer."""
@@ -174,18 +184,27 @@ def load_call_log(
         skip_bad=True,
         check_ids=tokenizer.invalid_id_error if tokenizer is not None else None,
     )
-    encoded = reader if tokenizer is None else encode_missing_ids(reader, tokenizer)
-    calls = list(_show_progress(encoded, options.calls))
+    logged = reader.check_counts(_show_progress(reader, options.calls, "reading"))
+    # Joined before anything is encoded: what one line of a response lacks, another may have.
+    copies = join_copies(logged)
+    calls = copies.calls
+    if tokenizer is not None:
+        encoded = encode_missing_ids(calls, reader, tokenizer)
+        calls = list(_show_progress(encoded, options.calls, "encoding"))
     reader.errors.sort(key=lambda error: error.line)
     if reader.errors and not options.skip_bad:
         raise _bad_lines_error(reader.errors)
     if not calls:
         raise no_calls_error(reader)
+    selected = select([*calls, *copies.left_out])
     sessions = [
         LoggedSession(name, group, merge(group, policy))
-        for name, group in group_by_session(select(calls)).items()
+        for name, group in group_by_session(selected[: len(calls)]).items()
     ]
-    return CallLogFile(options.calls, sessions, reader.errors, reader.replaced_text, tokenizer, codec)
+    repeated = [*selected[len(calls) :], *(call for session in sessions for call in session.merged.repeated)]
+    return CallLogFile(
+        options.calls, sessions, repeated, reader.errors, reader.replaced_text, tokenizer, codec
+    )
 
 
 def _read_policy(
@@ -257,7 +276,7 @@ def skipped_lines(errors: Sequence[LogError]) -> Iterator[Text]:
     yield from more_lines(len(errors) - _MAX_SKIPPED)
 
 
-def _show_progress(calls: Iterable[LoggedCall], path: Path) -> Iterator[LoggedCall]:
+def _show_progress(calls: Iterable[LoggedCall], path: Path, verb: str) -> Iterator[LoggedCall]:
     """Yields the calls, with a progress bar on stderr if that is a terminal and the log is large."""
     if not (sys.stderr.isatty() and path.is_file() and path.stat().st_size > _PROGRESS_BAR_BYTES):
         yield from calls
@@ -265,7 +284,7 @@ def _show_progress(calls: Iterable[LoggedCall], path: Path) -> Iterator[LoggedCa
     with path.open("rb") as file:
         lines = sum(1 for _ in file)
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"reading {path.name}", total=lines)
+        task = bar.add_task(f"{verb} {path.name}", total=lines)
         for call in calls:
             bar.update(task, completed=call.line)
             yield call

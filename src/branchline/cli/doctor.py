@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _read_calls(reader: LogReader) -> list[LoggedCall]:
-    calls = list(reader)
+    calls = reader.check_counts(reader)
     if not calls:
         raise no_calls_error(reader)
     return calls

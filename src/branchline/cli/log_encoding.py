@@ -7,7 +7,7 @@ and that a template closes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,11 +20,13 @@ from branchline.core.token_arrays import Ids
 from branchline.timelines.log import CANCELLED_REASONS, LoggedCall, LoggedOutput, LogReader
 
 
-def encode_missing_ids(reader: LogReader, tokenizer: TokenizerDir) -> Iterator[LoggedCall]:
+def encode_missing_ids(
+    calls: Iterable[LoggedCall], reader: LogReader, tokenizer: TokenizerDir
+) -> Iterator[LoggedCall]:
     """Yields the calls of a log with encoded ids where they have none; logged ids are kept. Calls that the
     template refuses are errors of the reader."""
     encoder = LogEncoder(tokenizer)
-    for call in reader:
+    for call in calls:
         try:
             yield encoder.fill(call)
         except CodecError as error:

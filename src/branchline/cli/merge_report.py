@@ -41,7 +41,7 @@ _REMEDIES = {
     DropReason.INEXACT: "ids or prompt not logged; --inexact trains them",
     "no_token_ids": "--tokenizer with --inexact encodes and trains them",
     "not_encoded": "logged without ids, and the tokenizer's chat template does not show them whole",
-    DropReason.CANCELLED: "cut off, or logged without a finish reason",
+    DropReason.CANCELLED: "cut off, or logged without finish_reason; if the logger left it out, add it",
     DropReason.UNTRAINED: "--train-model, --rule",
 }
 
@@ -73,9 +73,9 @@ def build_report(log: CallLogFile, exports: Sequence[Export]) -> JsonDict:
         forks += [_fork_to_json(session, diagnosis) for diagnosis in log.diagnoses(session)]
     forks.sort(key=lambda fork: -fork["tokens_computed_again"])
     return {
-        "calls": log.calls,
+        "calls": len(log.all_calls),
         "sessions": len(log.sessions),
-        "models": models_to_json([call for session in log.sessions for call in session.calls]),
+        "models": models_to_json(log.all_calls),
         "timelines": timelines,
         "sampled_tokens": sampled,
         "delivered_tokens": delivered,
@@ -96,9 +96,9 @@ def build_report(log: CallLogFile, exports: Sequence[Export]) -> JsonDict:
                 "line": call.line,
                 "tokens": sum(len(output.ids) for output in call.outputs if output.ids is not None),
             }
-            for session in log.sessions
-            for call in session.merged.repeated
+            for call in log.repeated
         ],
+        "contradicting": sorted(line for session in log.sessions for line in session.merged.contradicting),
         "forks": forks,
         "causes": dict(Counter(fork["cause"] for fork in forks).most_common()),
         "skipped": skipped_to_json(log.skipped),
@@ -220,6 +220,11 @@ def report_tables(report: JsonDict, log: CallLogFile) -> Iterator[RenderableType
         yield Text(f"repaired by {method}: {pluralize(count, 'call')}")
     if report["logged_twice"]:
         yield Text(f"logged twice: {pluralize(len(report['logged_twice']), 'call')}, counted once")
+    if contradicting := report["contradicting"]:
+        yield Text(
+            f"other answers under one response id and index: {pluralize(len(contradicting), 'line')}, each "
+            f"counted (first: line {contradicting[0]})"
+        )
     yield from _fork_lines(report)
     yield from skipped_lines(log.skipped)
     if log.replaced_text:

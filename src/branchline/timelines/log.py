@@ -12,7 +12,8 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -64,10 +65,21 @@ class LoggedCall:
     id: str = ""
     model: str = ""
     """The model that the response names, else that of the request."""
+    choices: int = 1
+    """How many choices the response has, as far as the line tells; some may be in other lines."""
+    counted_tokens: int | None = None
+    """How many tokens of all choices the server counted, or of those of this line."""
 
     @property
     def agent(self) -> str:
         return self.request.agent
+
+    @property
+    def response_key(self) -> tuple[object, ...]:
+        """Equal for the lines of one response; lines without an id are responses of their own."""
+        config = self.request.prompt_config_digest
+        same = (self.session, self.agent, self.model, self.request.message_keys, config, self.id)
+        return same if self.id else (*same, self.line)
 
 
 @dataclass
@@ -89,6 +101,17 @@ class LogReader:
         except (OSError, EOFError, zlib.error) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             raise InputError(f"{self.path}: cannot be read: {reason}") from error
+
+    def check_counts(self, calls: Iterable[LoggedCall]) -> list[LoggedCall]:
+        """Returns the calls without those whose response has other ids than its server counted, which are
+        errors as invalid lines are. A response may have several lines, so this needs all calls."""
+        calls = list(calls)
+        errors = dict(_miscounted(calls))
+        found = [LogError(str(self.path), line, errors[line]) for line in sorted(errors)]
+        if found and not self.skip_bad:
+            raise found[0]
+        self.errors += found
+        return [call for call in calls if call.line not in errors]
 
     def _read(self, lines: Iterable[bytes]) -> Iterator[LoggedCall]:
         for number, line in enumerate(lines, start=1):
@@ -151,7 +174,8 @@ def _not_json_hint(line: bytes) -> str:
 
 def read_log(path: str | Path) -> list[LoggedCall]:
     """Returns all calls of a log; raises LogError at the first invalid line."""
-    return list(LogReader(Path(path)))
+    reader = LogReader(Path(path))
+    return reader.check_counts(reader)
 
 
 def read_call(raw: object, line: int = 0) -> LoggedCall:
@@ -177,16 +201,24 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
     for index, output in enumerate(outputs):
         if output.ids is not None and not len(output.ids) and not output.message.is_empty:
             raise MessageError(f"response.choices[{index}].token_ids", [], "the ids of its text, or null")
-    _check_usage(raw["request"], response, outputs)
+    prompt_ids = _read_prompt_ids(response)
+    counted = _read_count(response.get("usage"), "prompt_tokens")
+    has_media = any(message.parts and message.media for message in request.messages)
+    if prompt_ids is not None and counted not in (None, len(prompt_ids)) and not has_media:
+        expected = f"{len(prompt_ids)}, the number of prompt_token_ids"
+        raise MessageError("response.usage.prompt_tokens", counted, expected)
+    asked = raw["request"].get("n")
     model = _read_name(response, "model", "response.") or _read_name(raw["request"], "model", "request.")
     return LoggedCall(
         request,
         outputs,
-        _read_prompt_ids(response),
+        prompt_ids,
         session=_read_name(raw, "session", ""),
         line=line,
         id=_read_name(response, "id", "response."),
         model=model,
+        choices=max(asked if type(asked) is int else 1, len(outputs)),
+        counted_tokens=_read_count(response.get("usage"), "completion_tokens"),
     )
 
 
@@ -205,21 +237,52 @@ def _read_prompt_ids(response: Mapping[str, Any]) -> Ids | None:
     return read_token_ids(found, path)
 
 
-def _check_usage(
-    request: Mapping[str, Any], response: Mapping[str, Any], outputs: Sequence[LoggedOutput]
-) -> None:
-    """Raises MessageError if the server counted more tokens than the line has ids. The count is that of all
-    choices: nothing is compared where the request or an index says that a choice stands in another line."""
-    usage = response.get("usage")
-    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    asked = request.get("n")
-    choices = max(asked if type(asked) is int else 1, *(output.index + 1 for output in outputs))
-    ids = [output.ids for output in outputs if output.ids is not None]
-    if type(counted) is not int or len(ids) < len(outputs) or len(outputs) < choices:
-        return
-    known = sum(map(len, ids))
-    if known < counted:
-        raise MessageError("response.usage.completion_tokens", counted, f"{known}, the number of token_ids")
+def _read_count(usage: object, name: str) -> int | None:
+    """Returns a count of tokens in the usage of a response; None if there is none."""
+    if not isinstance(usage, dict | None):
+        raise MessageError("response.usage", usage, "an object or null")
+    count = usage.get(name) if usage else None
+    if count is not None and (type(count) is not int or count < 0):
+        raise MessageError(f"response.usage.{name}", count, "an integer from 0 on, or null")
+    return count
+
+
+def _miscounted(calls: Iterable[LoggedCall]) -> Iterator[tuple[int, str]]:
+    """Yields the lines, with the problem, of responses with other numbers of ids than the server counted.
+
+    The count is that of a line's choices or of all choices of its response; what is counted and may be in
+    lines that are not logged is not compared, nor the count of a stream that was cut off before its end.
+    """
+    responses: dict[tuple[object, ...], list[LoggedCall]] = {}
+    for call in calls:
+        responses.setdefault(call.response_key, []).append(call)
+    for lines in responses.values():
+        lengths: dict[tuple[int, int], int | None] = {}
+        for call in lines:
+            numbers: Counter[int] = Counter()  # A line may have several choices of one index.
+            for output in call.outputs:
+                key = output.index, numbers[output.index]
+                numbers[output.index] += 1
+                known = lengths.get(key)
+                lengths[key] = known if output.ids is None else max(known or 0, len(output.ids))
+        expected = max(max(lengths)[0] + 1, *(call.choices for call in lines))
+        total = sum(length or 0 for length in lengths.values())
+        is_complete = len(lengths) >= expected and None not in lengths.values()
+        for call in lines:
+            counted, ids = call.counted_tokens, [output.ids for output in call.outputs]
+            own = sum(len(one) for one in ids if one is not None)
+            if counted is None or (own == counted and all(one is not None for one in ids)):
+                continue
+            is_cut = any(output.finish_reason in CANCELLED_REASONS for output in call.outputs)
+            if counted < own and not is_cut:
+                yield call.line, _count_problem(counted, own)
+            elif counted > own and is_complete and counted != total:
+                yield call.line, _count_problem(counted, total)
+
+
+def _count_problem(counted: int, known: int) -> str:
+    expected = f"{known}, the number of token_ids"
+    return str(MessageError("response.usage.completion_tokens", counted, expected))
 
 
 def _read_name(raw: Mapping[str, Any], key: str, prefix: str) -> str:

@@ -17,7 +17,7 @@ are found by their messages, and every path still has exactly the ids of prompt 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -25,10 +25,11 @@ import numpy as np
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Output
 from branchline.core.errors import InputError
 from branchline.core.message import Message
-from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, as_ids, normalize_runs
+from branchline.core.token_arrays import NO_IDS, Ids, Origin, as_ids, normalize_runs
 from branchline.timelines.alignment import AlignmentMethod
 from branchline.timelines.links import KeptApart, Link, MergePolicy, find_links
-from branchline.timelines.log import CANCELLED_REASONS, LoggedCall, LoggedOutput
+from branchline.timelines.log import CANCELLED_REASONS, LoggedCall
+from branchline.timelines.responses import join_copies, unknown_facts
 from branchline.tree.match import match_echo
 from branchline.tree.tree import NO_NODE, Delivered, NewNode, Node, Tree, TreeDelta
 
@@ -60,8 +61,10 @@ class MergeResult:
     duplicates: list[OutputRef] = field(default_factory=list)
     """Outputs left out because an equal one is kept."""
     repeated: list[LoggedCall] = field(default_factory=list)
-    """Calls with the outputs that are left out because an earlier line has them: equal ones, under the same
-    response id and index."""
+    """Calls with the outputs that are left out because another line has them: `join_copies`."""
+    contradicting: list[int] = field(default_factory=list)
+    """Lines with another answer than an earlier line has under the same response id and index; both are
+    kept."""
     kept_apart: list[KeptApart] = field(default_factory=list)
     """Calls that would continue a longer path if the policy allowed it."""
 
@@ -126,50 +129,21 @@ def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> Mer
             f"calls: got calls of {len(sessions)} sessions ({shown}), expected those of one: merge each of "
             "group_by_session(calls).values()"
         )
-    # Sorted, because the earlier line wins if nothing else decides.
-    calls, repeated = _split_repeated(sorted(calls, key=lambda call: call.line))
+    copies = join_copies(calls)
+    calls = copies.calls
     scopes = _scopes(calls)
     found = find_links(calls, scopes, policy)
-    merged = MergeResult(calls, found.links, policy, repeated=repeated, kept_apart=found.kept_apart)
+    merged = MergeResult(
+        calls,
+        found.links,
+        policy,
+        repeated=copies.left_out,
+        contradicting=copies.contradicting,
+        kept_apart=found.kept_apart,
+    )
     if policy.deduplicate:
         merged.duplicates = list(_duplicates(calls, scopes, merged.links, policy))
     return merged
-
-
-def _split_repeated(calls: Sequence[LoggedCall]) -> tuple[list[LoggedCall], list[LoggedCall]]:
-    """Returns the calls, and with the same lines the outputs that an earlier line has under the same response
-    id and index: a response may be logged twice, also once whole and once choice by choice."""
-    kept: list[LoggedCall] = []
-    repeated: list[LoggedCall] = []
-    seen: set[object] = set()
-    for call in calls:
-        identities = [_identity(call, output) for output in call.outputs]
-        is_old = [bool(call.id) and identity in seen for identity in identities]
-        seen.update(identities)
-        if not any(is_old):
-            kept.append(call)
-            continue
-        for group, wanted in ((kept, False), (repeated, True)):
-            outputs = tuple(output for output, old in zip(call.outputs, is_old, strict=True) if old == wanted)
-            if outputs:
-                group.append(replace(call, outputs=outputs))
-    return kept, repeated
-
-
-def _identity(call: LoggedCall, output: LoggedOutput) -> object:
-    return (
-        call.id,
-        call.agent,
-        call.model,
-        call.request.message_keys,
-        call.request.prompt_config_digest,
-        _to_bytes(call.prompt_ids),
-        output.index,
-        _to_bytes(output.ids),
-        _to_bytes(output.logprobs),
-        output.finish_reason,
-        *_texts(output.message),
-    )
 
 
 def _texts(message: Message) -> tuple[object, ...]:
@@ -177,7 +151,7 @@ def _texts(message: Message) -> tuple[object, ...]:
     return message.key, message.content, message.reasoning_content
 
 
-def _to_bytes(values: Ids | Floats | None) -> bytes | None:
+def _to_bytes(values: Ids | None) -> bytes | None:
     return None if values is None else values.tobytes()
 
 
@@ -193,11 +167,17 @@ def _duplicates(
     links: Sequence[Link | None],
     policy: MergePolicy,
 ) -> Iterator[OutputRef]:
-    """Yields outputs that are equal to another one of an equal prompt; continued ones are kept."""
+    """Yields outputs that are equal to another one of an equal prompt; continued ones are kept, then those
+    of which most is known."""
     continued = {(link.parent, link.output) for link in links if link is not None}
     kept: set[object] = set()
     outputs = [(index, choice) for index, call in enumerate(calls) for choice in range(len(call.outputs))]
-    for index, choice in sorted(outputs, key=lambda output: output not in continued):
+
+    def order(place: OutputRef) -> tuple[bool, ...]:
+        call, output = calls[place[0]], calls[place[0]].outputs[place[1]]
+        return place not in continued, not output.ids_were_sampled, *unknown_facts(call.prompt_ids, output)
+
+    for index, choice in sorted(outputs, key=order):
         call, output = calls[index], calls[index].outputs[choice]
         identity: tuple[object, ...] = (
             scopes[index],
@@ -282,7 +262,8 @@ class _TreeBuilder:
             trainable=call.request.trainable,
         )
         self.tree.apply(TreeDelta((*new, *outputs), record))
-        is_cancelled = any(output.finish_reason in CANCELLED_REASONS for output in call.outputs)
+        # Either all outputs of a call were cut off or none, see `join_copies`.
+        is_cancelled = call.outputs[0].finish_reason in CANCELLED_REASONS
         delivery = Delivery.CANCELLED if is_cancelled else Delivery.DELIVERED
         self.tree.apply(Delivered(record.index, delivery))
         for choice, node in zip(choices, outputs, strict=True):
