@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from branchline.export.columns import SAMPLE_COLUMNS, Column
+from branchline.export.columns import SAMPLE_COLUMNS, Column, ColumnKind
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.control_types import ErrorResponse, SessionStateView, TrajectoryView
 from branchline.gateway.openapi_operations import (
@@ -143,12 +143,13 @@ def _finalized_schema(session: Schema) -> Schema:
     return {**session, "title": "FinalizedSession", "properties": {**session["properties"], **more}}
 
 
-_COLUMN_SCHEMAS: dict[str, Schema] = {
+_COLUMN_SCHEMAS: dict[ColumnKind, Schema] = {
     "text": TEXT,
     "texts": {"type": "array", "items": TEXT},
     "integer": {"type": ["integer", "null"]},
     "number": {"type": ["number", "null"]},
     "flag": {"type": ["boolean", "null"]},
+    "json": {"type": "string", "contentMediaType": "application/json"},
     "binary": {"type": "string", "contentEncoding": "base64"},
     "int8s": {"type": "array", "items": {"type": "integer"}},
     "int32s": {"type": "array", "items": {"type": "integer"}},
