@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from branchline import Trajectory
 from branchline.core.errors import InputError
-from branchline.core.reward import Reward
+from branchline.core.reward import Reward, read_rewards
 from branchline.export.rewards import session_reward
 from branchline.rollout import processes
 from branchline.rollout.gateway_pool import GatewayPool
@@ -111,7 +111,8 @@ def test_a_number_of_torch_is_a_score() -> None:
 @pytest.mark.parametrize(
     "name",
     ["call_id", "calls", "turns", "Turn", "turn_number", "turn-index", "timelineId", "tools", "tool_name",
-     "agents", "agent_name", "reward"],
+     "agents", "agent_name", "reward", "trun", "utrn", "Tunr", "tur", "turnn", "cal", "cals", "trun_id",
+     "tolo", "time_line", "timelime", "timelines", "aegnt", "agetn_name"],
 )  # fmt: skip
 def test_a_misspelt_part_does_not_reward_the_whole_session(name: str) -> None:
     value = [{"score": 1.0}, {"score": 0.2, name: 1}]
@@ -119,6 +120,19 @@ def test_a_misspelt_part_does_not_reward_the_whole_session(name: str) -> None:
     assert (str(result.end.cause), result.rewards) == ("reward_error", [])
     assert name in result.end.error
     assert "put it under `extras`" in result.end.error
+
+
+@pytest.mark.parametrize("name", ["trun", "turnn", "utrn", "turns"])
+def test_the_error_of_a_misspelt_part_says_which_is_meant(name: str) -> None:
+    with pytest.raises(InputError, match=rf"{name}: got 5, expected .*did you mean `turn`\?"):
+        verified(printing(f'{{"score": 1, "{name}": 5}}'.encode()))
+
+
+@pytest.mark.parametrize(
+    "name", ["total", "recall", "return", "n_turns", "turn1", "tokens", "talk", "true", "agreement", "scale"]
+)
+def test_other_words_are_extras(name: str) -> None:
+    assert read_rewards({"score": 1, name: 2}) == [{"score": 1.0, "extras": {name: 2}}]
 
 
 def test_what_a_function_returns_beside_the_score_is_in_the_samples_as_extras() -> None:

@@ -13,9 +13,10 @@ import json
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
+from string import ascii_lowercase
 from typing import Any, NotRequired, TypedDict, cast
 
 import msgspec
@@ -35,9 +36,10 @@ _PARTS_TEXT = (
     "one part: a call, a turn, a timeline, a tool or an agent; a turn may be of an agent, and a tool of a "
     "call, a turn or an agent"
 )
-_MISSPELT_PART = re.compile(
-    rf"_*({'|'.join(PART_KEYS)})[\s_-]*(s|ids?|names?|index|idx|numbers?|num|no|nr|key)?_*", re.IGNORECASE
+_PART_WORD = re.compile(
+    r"_*([a-z]+?)[\s_-]*(?:s|ids?|names?|index|idx|numbers?|num|no|nr|key)?_*", re.IGNORECASE
 )
+"""A word, with what people add to the name of a part."""
 _MAX_INT = 2**31 - 1
 _NAMES = {
     "call": "the id of a call of this session",
@@ -165,15 +167,31 @@ def _read_reward(raw: object, strict: bool) -> Reward:
     return cast(Reward, reward)
 
 
+def _misspellings(name: str) -> Iterator[str]:
+    """Yields a name, and what one letter more, less or another, or two swapped ones, make of it."""
+    for index in range(len(name) + 1):
+        before, here, after = name[:index], name[index : index + 1], name[index + 1 :]
+        yield before + after
+        yield before + after[:1] + here + after[1:]
+        for letter in ascii_lowercase:
+            yield before + letter + after
+            yield before + letter + here + after
+
+
+_MISSPELT_PARTS = {word: name for name in PART_KEYS for word in _misspellings(name)}
+
+
 def _check_extra_name(name: object, value: object) -> None:
     """Refuses a key that was meant as another one: its score would count for the whole session."""
     if not isinstance(name, str):
         raise MessageError("reward", name, "names that are text")
     if name == "reward":
         raise MessageError(name, value, "`score`; to keep it beside a score, put it under `extras`")
-    if (part := _MISSPELT_PART.fullmatch(name)) is not None:
-        expected = f"`{part[1].lower()}`, if it names the part that is rewarded; else put it under `extras`"
-        raise MessageError(name, value, expected)
+    match = _PART_WORD.fullmatch(name)
+    words = (re.sub(r"[\s_-]", "", name), match[1] if match is not None else "")
+    part = next((part for word in words if (part := _MISSPELT_PARTS.get(word.lower()))), None)
+    if part is not None:
+        raise MessageError(name, value, f"other keys: did you mean `{part}`? Else put it under `extras`")
 
 
 def read_score(score: object, name: str = "score") -> float:
