@@ -27,7 +27,7 @@ from branchline.core.call import Delivery
 from branchline.core.errors import MessageError
 from branchline.core.reward import read_rewards
 from branchline.core.sample import RewardSpan
-from branchline.export.rewards import resolve_reward_parts, session_reward
+from branchline.export.rewards import RewardParts, session_reward
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from tests.export.test_samples import CODEC, commit_reply, forked_session
@@ -267,11 +267,11 @@ def test_a_reward_for_a_message_that_ends_no_timeline_is_refused_or_counted_as_u
         rewards = [sample.reward for sample in export_samples(tree, rewards=[reward]).samples]
         unassigned = export_samples(tree, rewards=[reward]).report.unassigned_rewards
         if node.is_sampled:
-            resolve_reward_parts(tree, read_rewards(reward))
+            RewardParts(tree).resolve(read_rewards(reward)[0])
             assert (set(rewards), unassigned) == ({1.0}, 0)
         else:
             with pytest.raises(MessageError, match=f"timeline: got {node.id}, expected the id of a timeline"):
-                resolve_reward_parts(tree, read_rewards(reward))
+                RewardParts(tree).resolve(read_rewards(reward)[0])
             assert (set(rewards), unassigned) == ({None}, 1)
 
 
@@ -295,7 +295,7 @@ def test_the_last_reward_without_a_part_is_that_of_the_session() -> None:
 )
 def test_a_reward_for_a_part_that_does_not_exist_is_refused(part: dict[str, Any], expected: str) -> None:
     with pytest.raises(MessageError, match=re.escape(expected)):
-        resolve_reward_parts(linear_session().tree, read_rewards({"score": 1, **part}))
+        RewardParts(linear_session().tree).resolve(read_rewards({"score": 1, **part})[0])
 
 
 @settings(max_examples=60, deadline=None)

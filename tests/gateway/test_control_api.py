@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from branchline import ToyCodec
+from branchline.core.call import Delivery
 from branchline.core.errors import MessageError
 from branchline.core.reward import read_rewards
 from branchline.engines.replicas import Replicas
@@ -24,6 +25,7 @@ from branchline.gateway.server import Gateway
 from branchline.runtime.router import Router
 from branchline.tree.journal import Journal
 from tests.engines.fake_servers import FakeVllm
+from tests.export.test_rewards import commit_attempt
 from tests.gateway.harness import Agent, agent, run
 
 
@@ -200,6 +202,42 @@ def test_a_reward_with_an_id_may_be_corrected_back_when_its_answer_is_named_othe
             )
             (sample,) = (await a.session.export()).samples
             assert [span.score for span in sample.rewards] == [0.0]
+
+    run(test)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_list_of_rewards_is_the_same_as_its_items_one_after_another(as_list: bool) -> None:
+    async def test() -> None:
+        async with agent("A1") as a:
+            await a.ask_text("p")
+            managed = a.session.managed
+            await managed.post_rewards(read_rewards([{"score": 0, "id": "b"}, {"score": 1}]))
+            repeat = [{"score": 0, "id": "b", "turn": 1}, {"score": 0, "id": "b"}]
+            for items in [repeat] if as_list else repeat:
+                await managed.post_rewards(read_rewards(items))
+            assert managed.reward == 1.0
+            assert [reward["score"] for reward in managed.rewards] == [0, 1, 0]
+
+    run(test)
+
+
+def test_a_reward_with_an_id_may_be_corrected_back_after_its_call_was_resumed() -> None:
+    async def test() -> None:
+        async with agent("A1") as a:
+            managed = a.session.managed
+            commit_attempt(managed.session, "", "h", Delivery.CANCELLED)
+            (first,) = managed.session.tree.calls
+            for part in ({"call": first.id}, {"timeline": first.outputs[0]}):
+                await managed.post_rewards(read_rewards({"score": 0, **part, "id": "x"}))
+            commit_attempt(managed.session, first.id, "half", Delivery.DELIVERED)
+            first, second = managed.session.tree.calls
+            for score, call in ((1, second), (0, first), (0, first)):
+                for part in ({"call": call.id}, {"timeline": call.outputs[0]}):
+                    await managed.post_rewards(read_rewards({"score": score, **part, "id": "x"}))
+                (sample,) = (await a.session.export()).samples
+                assert (sample.reward, [span.score for span in sample.rewards]) == (score, [score, score])
+            assert [reward["score"] for reward in managed.rewards] == [0, 0, 1, 1, 0, 0]
 
     run(test)
 

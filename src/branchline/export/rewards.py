@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -154,37 +154,6 @@ def sample_extras(session: Mapping[str, Any], spans: Sequence[RewardSpan]) -> st
     return encode_extras(merged)
 
 
-def resolve_reward_parts(tree: Tree, rewards: Sequence[Reward]) -> list[Reward]:
-    """Returns the rewards, those of turns with the answer that the turn is now: another branch may become
-    the conversation whose turns are numbered. Raises MessageError, which names what there is, if a reward is
-    for a part that the tree does not have."""
-    parts, resolved = _TreeParts(tree), list[Reward]()
-    for reward in rewards:
-        if "agent" in reward and reward["agent"] not in parts.agents:
-            expected = f"an agent of this session: {_list_names(parts.agents)}"
-            raise MessageError("agent", reward["agent"], expected)
-        if "call" in reward and reward["call"] not in parts.calls:
-            expected = f"the id of a call of this session: {_list_names(list(parts.calls))}"
-            raise MessageError("call", reward["call"], expected)
-        if "timeline" in reward and not parts.has_timeline(reward["timeline"]):
-            leaves = [leaf.id for leaf in tree.leaves()]
-            expected = f"the id of a timeline of this session: {_list_names(leaves)}"
-            raise MessageError("timeline", reward["timeline"], expected)
-        if "turn" in reward and reward["turn"] > (count := len(parts.conversation(reward))):
-            whose = f"agent {reward['agent']!r}" if "agent" in reward else "the main conversation"
-            expected = f"the number of an answer, from 1 on: {whose} has {count}"
-            raise MessageError("turn", reward["turn"], expected)
-        if "tool" in reward and reward["tool"] not in (tools := parts.tools(reward)):
-            where = "that part" if len(reward.keys() & {*PART_KEYS}) > 1 else "this session"
-            expected = f"a tool that is called in {where}: {_list_names(tools)}"
-            raise MessageError("tool", reward["tool"], expected)
-        if "turn" in reward:
-            (node,) = parts.answers(reward)
-            reward = {**reward, "turn_node": node.id}
-        resolved.append(reward)
-    return resolved
-
-
 def _list_names(names: Sequence[object]) -> str:
     """Lists the first names, or says that there are none."""
     shown = ", ".join(map(repr, names[:_MAX_SHOWN]))
@@ -195,20 +164,21 @@ def assign_rewards(
     tree: Tree, rewards: Sequence[Mapping[str, Any]], fork_report: ForkReport
 ) -> AssignedRewards:
     """Returns the rewards for parts of a tree."""
-    assigned, parts = AssignedRewards(), _TreeParts(tree, fork_report)
+    assigned, parts = AssignedRewards(), RewardParts(tree, fork_report)
     # By what it is for, not by how that was named: a turn and a call may be one answer.
-    latest: dict[tuple[_Target, str, str], PartReward] = {}
+    latest: dict[tuple[RewardTarget, str], PartReward] = {}
     for recorded in rewards:
         if "score" not in recorded or recorded.keys().isdisjoint(PART_KEYS):
             continue
         reward = read_recorded_reward(recorded)
         turn, tool = reward.get("turn"), str(reward.get("tool") or "")
         part = PartReward(float(reward["score"]), turn, tool, extras=reward.get("extras", {}))
-        for target in _targets(parts, reward, tool):
-            key = (target, tool, repr(reward.get("id")))
+        for target in parts.targets(reward):
+            key = (target, repr(reward.get("id")))
             latest.pop(key, None)
-            latest[key] = replace(part, agent=reward["agent"]) if target[0] == "agent" else part
-    for ((kind, name), _, _), part in latest.items():
+            latest[key] = replace(part, agent=reward["agent"]) if target.kind == "agent" else part
+    for (target, _), part in latest.items():
+        kind, name = target.kind, target.name
         if kind == "answer":
             assigned.by_node.setdefault(cast(int, name), []).append(part)
         elif kind == "timeline":
@@ -222,30 +192,20 @@ def assign_rewards(
     return assigned
 
 
-_Target = tuple[Literal["answer", "timeline", "agent", "tool", "nothing"], str | int]
-"""A part of a tree and the id or the name that it has there."""
+class RewardTarget(NamedTuple):
+    """What a reward is for. A later reward for it, with the same `id`, replaces an earlier one."""
 
-
-def _targets(parts: _TreeParts, reward: Mapping[str, Any], tool: str) -> list[_Target]:
-    """Returns what a reward is for."""
-    targets: list[_Target] = []
-    if "call" in reward or reward.get("turn") is not None:
-        answers = [node for node in parts.answers(reward) if not tool or _has_tool_call(node, tool)]
-        targets = [("answer", node.id) for node in answers]
-    elif "timeline" in reward:
-        targets = [("timeline", node.id) for node in parts.timeline_ends(int(reward["timeline"]))]
-    elif "agent" in reward:
-        targets = [("agent", reward["agent"])]
-    else:
-        targets = [("tool", "")]
-    return targets or [("nothing", repr([reward.get(key) for key in PART_KEYS]))]
+    kind: Literal["answer", "timeline", "agent", "tool", "nothing"]
+    name: str | int
+    """The id or the name that it has in its tree."""
+    tool: str
 
 
 def _has_tool_call(node: Node, tool: str) -> bool:
     return any(call.name == tool for call in node.message.tool_calls)
 
 
-class _TreeParts:
+class RewardParts:
     """The parts of a tree that rewards may be for; each is computed once."""
 
     def __init__(self, tree: Tree, fork_report: ForkReport | None = None) -> None:
@@ -272,6 +232,49 @@ class _TreeParts:
     def _continued_by(self) -> dict[int, Call]:
         """By the index of a resumed call, the call that continued it."""
         return {call.resumed_call_index: call for call in reversed(self._tree.calls)}
+
+    def resolve(self, reward: Reward) -> Reward:
+        """Returns the reward, one of a turn with the answer that the turn is now: another branch may become
+        the conversation whose turns are numbered. Raises MessageError, which names what there is, if it is
+        for a part that the tree does not have."""
+        if "agent" in reward and reward["agent"] not in self.agents:
+            expected = f"an agent of this session: {_list_names(self.agents)}"
+            raise MessageError("agent", reward["agent"], expected)
+        if "call" in reward and reward["call"] not in self.calls:
+            expected = f"the id of a call of this session: {_list_names(list(self.calls))}"
+            raise MessageError("call", reward["call"], expected)
+        if "timeline" in reward and not self.has_timeline(reward["timeline"]):
+            leaves = [leaf.id for leaf in self._tree.leaves()]
+            expected = f"the id of a timeline of this session: {_list_names(leaves)}"
+            raise MessageError("timeline", reward["timeline"], expected)
+        if "turn" in reward and reward["turn"] > (count := len(self.conversation(reward))):
+            whose = f"agent {reward['agent']!r}" if "agent" in reward else "the main conversation"
+            expected = f"the number of an answer, from 1 on: {whose} has {count}"
+            raise MessageError("turn", reward["turn"], expected)
+        if "tool" in reward and reward["tool"] not in (tools := self.tools(reward)):
+            where = "that part" if len(reward.keys() & {*PART_KEYS}) > 1 else "this session"
+            expected = f"a tool that is called in {where}: {_list_names(tools)}"
+            raise MessageError("tool", reward["tool"], expected)
+        if "turn" in reward:
+            (node,) = self.answers(reward)
+            return {**reward, "turn_node": node.id}
+        return reward
+
+    def targets(self, reward: Mapping[str, Any]) -> list[RewardTarget]:
+        """Returns what a reward is for."""
+        tool = str(reward.get("tool") or "")
+        found: list[RewardTarget] = []
+        if "call" in reward or reward.get("turn") is not None:
+            answers = [node for node in self.answers(reward) if not tool or _has_tool_call(node, tool)]
+            found = [RewardTarget("answer", node.id, tool) for node in answers]
+        elif "timeline" in reward:
+            ends = self.timeline_ends(int(reward["timeline"]))
+            found = [RewardTarget("timeline", node.id, tool) for node in ends]
+        elif "agent" in reward:
+            found = [RewardTarget("agent", reward["agent"], tool)]
+        else:
+            found = [RewardTarget("tool", "", tool)]
+        return found or [RewardTarget("nothing", repr([reward.get(key) for key in PART_KEYS]), tool)]
 
     def has_timeline(self, node_id: int) -> bool:
         """Whether a timeline ends at this node, or ended there before it was continued."""

@@ -22,11 +22,12 @@ from branchline.core.errors import InputError, JournalError, MessageError, Sessi
 from branchline.core.option_checks import check_count
 from branchline.core.reader import replace_surrogates
 from branchline.core.reward import PART_KEYS, Reward, read_recorded_reward
-from branchline.export.rewards import resolve_reward_parts, session_reward
+from branchline.export.rewards import RewardParts, session_reward
 from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
+from branchline.runtime.posted_rewards import PostedRewards
 from branchline.runtime.request_fields import CONSTRAINT_FIELDS, SAMPLING_FIELDS
 from branchline.runtime.session_snapshot import SessionSnapshot, count_answered_calls
 from branchline.timelines.causes import Cause
@@ -157,6 +158,7 @@ class ManagedSession:
     rewards: list[Reward] = field(default_factory=list)
     reward_request_keys: set[str] = field(default_factory=set, repr=False)
     """Requests whose rewards were added."""
+    posted_rewards: PostedRewards = field(init=False, repr=False)
     reward_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     """Held while rewards are added, so that a repeated request waits for the first."""
     in_flight: int = 0
@@ -188,6 +190,7 @@ class ManagedSession:
 
     def __post_init__(self) -> None:
         self.id = self.session.id
+        self.posted_rewards = PostedRewards(self.rewards)
 
     @property
     def is_closed(self) -> bool:
@@ -278,60 +281,31 @@ class ManagedSession:
                 for index, reward in enumerate(rewards)
             ]
             records = [record for record in records if record.request_key not in self.reward_request_keys]
-            records = self._without_repeats(records)
-            if not records:
+            rewards = [read_recorded_reward(record.reward) for record in records]
+            may_post = self.require_open if by_agent or self.state != "finalized" else self.require_journal
+            try:
+                new = await self._find_new_rewards(rewards)
+            except MessageError:
+                may_post()
+                raise
+            if not new:
                 return
-            if by_agent or self.state != "finalized":
-                self.require_open()
-            else:
-                self.require_journal()
-            resolved = await self._resolve_parts([read_recorded_reward(record.reward) for record in records])
+            may_post()
             self.last_used = time.monotonic()
-            for record, reward in zip(records, resolved, strict=True):
-                record = msgspec.structs.replace(record, reward=dict(reward))
+            for position, reward in new:
+                record = msgspec.structs.replace(records[position], reward=dict(reward))
                 await self._append_record(record)
                 self.apply(record)
 
-    def _without_repeats(self, records: Sequence[SessionRewarded]) -> list[SessionRewarded]:
-        kept: list[SessionRewarded] = []
-        newest: dict[object, Mapping[str, Any]] = {}
-        """By id: the last reward of this request; what it is for is not known yet."""
-        for record in records:
-            posted = record.reward
-            if "id" in posted:
-                name = posted["id"]
-                if newest[name] == posted if name in newest else self._is_repeat(posted):
-                    continue
-                newest[name] = posted
-            kept.append(record)
-        return kept
-
-    def _is_repeat(self, posted: Mapping[str, Any]) -> bool:
-        """Whether a reward equals the latest one with its `id` for its part, however that was named."""
-        later: list[Mapping[str, Any]] = []
-        for reward in reversed(self.rewards):
-            if reward.get("id") == posted["id"]:
-                if _as_posted(reward) == posted:
-                    posting, part = _posting(reward), self._rewarded_part(reward)
-                    return all(_posting(one) != posting and self._rewarded_part(one) != part for one in later)
-                later.append(reward)
-        return False
-
-    def _rewarded_part(self, reward: Mapping[str, Any]) -> tuple[object, ...]:
-        """Returns the id and the part of a recorded reward; a turn as the call that answered it."""
-        if "turn_node" not in reward:
-            return _posting(reward)
-        tree = self.session.tree
-        call = tree.call_of(tree.nodes[reward["turn_node"]])
-        return _posting({"id": reward["id"], "tool": reward.get("tool"), "call": call.id})
-
-    async def _resolve_parts(self, rewards: Sequence[Reward]) -> Sequence[Reward]:
+    async def _find_new_rewards(self, rewards: Sequence[Reward]) -> list[tuple[int, Reward]]:
+        """Returns those that repeat none, with their positions."""
+        tree, find_new = self.session.tree, self.posted_rewards.find_new
         if all(reward.keys().isdisjoint(PART_KEYS) for reward in rewards):
-            return rewards
-        if self.session.tree.token_count <= _INLINE_TOKENS:
-            return resolve_reward_parts(self.session.snapshot(), rewards)
+            return find_new(rewards, RewardParts(tree))
+        if tree.token_count <= _INLINE_TOKENS:
+            return find_new(rewards, RewardParts(self.session.snapshot()))
         # finding the main conversation of a large tree takes a while
-        return await asyncio.to_thread(lambda: resolve_reward_parts(self.session.snapshot(), rewards))
+        return await asyncio.to_thread(lambda: find_new(rewards, RewardParts(self.session.snapshot())))
 
     async def add_compaction(self, prefix: CompactedPrefix) -> None:
         """Applies an edit to all calls that begin with its messages, once the journal has it."""
@@ -459,13 +433,3 @@ SessionObserver = Callable[[ManagedSession], None]
 def hash_key(key: str) -> bytes:
     """The hash under which a key is stored. Compare hashes in constant time."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def _posting(reward: Mapping[str, Any]) -> tuple[object, ...]:
-    """What a repeated reward has in common with the first: its id and its part."""
-    return tuple([repr(reward.get(name)) for name in ("id", *PART_KEYS)])
-
-
-def _as_posted(reward: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a recorded reward without what was found when it was posted."""
-    return {name: value for name, value in reward.items() if name != "turn_node"}
