@@ -423,6 +423,64 @@ def test_equal_answers_of_two_responses_are_two_answers() -> None:
     assert shares(bare, {**bare, "index": 1}) == 2
 
 
+@pytest.mark.parametrize("reason", [None, "abort"])
+def test_how_an_answer_ended_is_known_if_one_history_tells(reason: str | None) -> None:
+    _, (first, _) = thinking_session()
+    cut = copy.deepcopy(first)
+    cut["choices"][0]["finish_reason"] = reason
+    question = user("What is 2+2?")
+    for one, other in ((first, cut), (cut, first)):
+        trajectory = Trajectory(
+            messages_and_choices=[question, one],
+            additional_histories=[History(messages_and_choices=[question, other])],
+        )
+        (sample,) = trajectory.samples
+        assert (sample.finish_reason, trajectory.finished) == ("stop", True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("finish_reason", "length"),
+        ("token_ids", [1, 2, 3]),
+        ("logprobs", -9.0),
+        ("message", {"role": "assistant", "content": "other"}),
+    ],
+)
+def test_two_answers_of_one_choice_are_refused_with_both_places(field: str, value: object) -> None:
+    _, (first, _) = thinking_session()
+    other = copy.deepcopy(first)
+    (choice,) = other["choices"]
+    if field == "token_ids":
+        choice["logprobs"] = None
+    if field == "logprobs":
+        choice["logprobs"]["content"][0]["logprob"] = value
+    else:
+        choice[field] = value
+    main, again = ([user("What is 2+2?"), one] for one in (first, other))
+    histories = [History(messages_and_choices=again)]
+    place = rf"additional_histories\[0\].messages_and_choices\[1\].{field}: got .*"
+    with pytest.raises(MessageError, match=rf"{place}, as messages_and_choices\[1\], which is choice 0"):
+        Trajectory(messages_and_choices=main, additional_histories=histories, policy=ALL)
+    other["id"] = "another"
+    histories = [History(messages_and_choices=again)]
+    Trajectory(messages_and_choices=main, additional_histories=histories, policy=ALL)
+
+
+def test_the_usage_of_a_response_has_the_numbers_of_its_ids() -> None:
+    _, (first, _) = thinking_session()
+    ids, prompt = len(first["choices"][0]["token_ids"]), len(first["prompt_token_ids"])
+    items = [user("What is 2+2?"), first]
+    for name, count in (("completion_tokens", ids), ("prompt_tokens", prompt)):
+        first["usage"] = {name: count}
+        assert len(Trajectory(messages_and_choices=items).samples) == 1
+        for wrong in (count + 1, count - 1):
+            first["usage"] = {name: wrong}
+            place = rf"messages_and_choices\[1\].usage.{name}: got {wrong}, expected {count}"
+            with pytest.raises(MessageError, match=place):
+                Trajectory(messages_and_choices=items)
+
+
 def test_a_choice_that_the_template_refuses_is_exact_if_its_ids_are_known() -> None:
     refusing = GenericCodec(
         load_tokenizer("qwen3"), chat_template="{{ raise_exception('no') }}{{ messages }}"

@@ -17,7 +17,7 @@ from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.call import Request
 from branchline.core.errors import CodecError, LogError
 from branchline.core.token_arrays import Ids
-from branchline.timelines.log import CANCELLED_REASONS, LoggedCall, LoggedOutput, LogReader
+from branchline.timelines.log import LoggedCall, LoggedOutput, LogReader
 
 
 def encode_missing_ids(
@@ -67,7 +67,7 @@ class LogEncoder:
     def encode_output(self, output: LoggedOutput) -> Ids | None:
         """The ids of an answer with its stop token, unless it was cut off; None if it is not shown whole."""
         message = output.message
-        is_cut = output.finish_reason == "length" or output.finish_reason in CANCELLED_REASONS
+        is_cut = output.is_cut or output.finish_reason == "length"
         if is_cut and (message.tool_calls or not message.content.strip()):
             return None
         if self._codec is not None:

@@ -9,6 +9,7 @@ histories is one answer. It is known by its ids; without those of its prompt, by
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from branchline.core.errors import CodecError, ExportError, MessageError
 from branchline.core.token_arrays import Floats, Ids, normalize_runs
 from branchline.export.histories import History, SampledChoice
 from branchline.timelines.links import MergePolicy
-from branchline.timelines.log import LoggedCall
+from branchline.timelines.log import LoggedCall, LoggedOutput, find_miscounted
 from branchline.timelines.merge import merge
 from branchline.tree.session import Session
 from branchline.tree.tree import Node, Tree
@@ -52,6 +53,8 @@ class HandBuiltTree:
     tree: Tree
     main_leaf: Node | None
     """The end of a timeline with all choices of the main history; None if it has none."""
+    main_answer: LoggedOutput | None = None
+    """The last choice of the main history, with all that is known of it."""
 
 
 def build_tree(
@@ -71,6 +74,7 @@ def build_tree(
     ]
     if codec is not None and codec.vocab_size is not None:
         _check_vocabulary(placed, codec.vocab_size)
+    _check_counts(placed)
     placed = _with_known_ids(placed)
     missing = next(((place, choice) for place, choice in placed if not choice.is_exact), None)
     if missing is not None and codec is None:
@@ -112,7 +116,24 @@ def build_tree(
         main_leaf = merged.tree.nodes[call.outputs[0]]
         while main_leaf.children:
             main_leaf = main_leaf.all_children()[0]
-    return HandBuiltTree(merged.tree, main_leaf)
+    main_answer = answers[position_of[main_count - 1]].choice.output if main_count else None
+    return HandBuiltTree(merged.tree, main_leaf, main_answer)
+
+
+def _check_counts(placed: Sequence[tuple[str, SampledChoice]]) -> None:
+    """Raises MessageError for a response with another number of ids than its server counted."""
+    calls = [
+        LoggedCall(
+            choice.request,
+            (choice.output,),
+            line=number,
+            id=choice.response_id,
+            counted_tokens=choice.counted_tokens,
+        )
+        for number, (_, choice) in enumerate(placed)
+    ]
+    for number, error in find_miscounted(calls):
+        raise MessageError(f"{placed[number][0]}.usage.completion_tokens", error.value, error.expected)
 
 
 def _check_vocabulary(placed: Sequence[tuple[str, SampledChoice]], vocab_size: int) -> None:
@@ -169,8 +190,10 @@ def _call_ids(answers: Sequence[_Answer]) -> Iterator[str]:
 
 def _distinct(answers: Sequence[_Answer]) -> tuple[list[_Answer], list[int]]:
     """Returns each answer once, as the choice that is exact if one is, and where each of the given ones is
-    among them. Equal answers of different responses were sampled twice."""
+    among them. Equal answers of different responses were sampled twice. Raises MessageError for one choice of
+    one response that has two answers."""
     kept: list[_Answer] = []
+    named: dict[tuple[object, ...], int] = {}
     position_of: list[int] = []
     positions: dict[tuple[bytes, ...], list[int]] = {}
     for answer in answers:
@@ -182,10 +205,39 @@ def _distinct(answers: Sequence[_Answer]) -> tuple[list[_Answer], list[int]]:
             kept.append(answer)
         else:
             one, other = sorted((kept[found], answer), key=_unknown)
-            response_id = one.choice.response_id or other.choice.response_id
-            kept[found] = replace(one, choice=replace(one.choice, response_id=response_id))
+            ended = other.choice.output if one.choice.output.is_cut else one.choice.output
+            choice = replace(
+                one.choice,
+                response_id=one.choice.response_id or other.choice.response_id,
+                output=replace(one.choice.output, finish_reason=ended.finish_reason),
+            )
+            kept[found] = replace(one, choice=choice)
         position_of.append(found)
+        request, index = answer.choice.request, answer.choice.choice_index
+        if answer.choice.response_id and index is not None:
+            prompt = request.message_keys, request.prompt_config_digest, answer.prompt_ids.tobytes()
+            first = named.setdefault((answer.choice.response_id, index, *prompt), found)
+            if first != found:
+                raise _contradiction(answer, kept[first])
     return kept, position_of
+
+
+def _contradiction(answer: _Answer, first: _Answer) -> MessageError:
+    """Returns the error for a choice that has another answer in an earlier history."""
+    mine, theirs = answer.choice.output, first.choice.output
+    facts: list[tuple[str, object, object]] = [
+        ("token_ids", answer.ids.tolist(), first.ids.tolist()),
+        ("message", mine.message.content, theirs.message.content),
+        ("logprobs", _to_list(answer.logprobs), _to_list(first.logprobs)),
+        ("finish_reason", mine.finish_reason, theirs.finish_reason),
+    ]
+    field, got, expected = next((fact for fact in facts if fact[1] != fact[2]), facts[1])
+    source = f"{first.place}, which is choice {answer.choice.choice_index} of {answer.choice.response_id!r}"
+    return MessageError(f"{answer.place}.{field}", got, f"{reprlib.repr(expected)}, as {source}")
+
+
+def _to_list(logprobs: Floats | None) -> list[float] | None:
+    return None if logprobs is None else logprobs.tolist()
 
 
 def _unknown(answer: _Answer) -> tuple[bool, bool, bool]:

@@ -24,7 +24,13 @@ from branchline.core.errors import InputError, MessageError
 from branchline.core.message import Message
 from branchline.core.reader import read_message
 from branchline.core.token_arrays import Ids
-from branchline.timelines.log import LoggedOutput, read_choice, read_token_ids
+from branchline.timelines.log import (
+    LoggedOutput,
+    check_prompt_count,
+    read_choice,
+    read_count,
+    read_token_ids,
+)
 
 _ITEMS = "messages_and_choices"
 
@@ -44,6 +50,8 @@ class SampledChoice:
     response_id: str = ""
     choice_index: int | None = None
     """Its number in a response with several choices."""
+    counted_tokens: int | None = None
+    """How many tokens the server counted, of this choice or of all choices of its response."""
 
     def may_be(self, other: SampledChoice) -> bool:
         """Whether what the server said of both allows that they are one choice."""
@@ -52,6 +60,7 @@ class SampledChoice:
             self.response_id in ("", other.response_id or self.response_id)
             and (self.choice_index is None or other.choice_index in (None, self.choice_index))
             and (mine.ids is None or theirs.ids is None or np.array_equal(mine.ids, theirs.ids))
+            and (mine.is_cut or theirs.is_cut or mine.finish_reason == theirs.finish_reason)
             and (
                 mine.logprobs is None
                 or theirs.logprobs is None
@@ -247,14 +256,17 @@ def _read_answer(raw: Mapping[str, Any], path: str, request: Request, index: int
     if output.ids is not None and not len(output.ids) and not output.message.is_empty:
         raise MessageError(f"{choice_path}.token_ids", [], "the ids of the answer")
     number = choice.get("index")
+    prompt_ids = read[0] if read else None
+    check_prompt_count(raw, path, prompt_ids, request)
     return SampledChoice(
         request,
         output,
-        read[0] if read else None,
+        prompt_ids,
         texts,
         index,
         str(raw.get("id") or ""),
         number if type(number) is int else None,
+        read_count(raw, path, "completion_tokens"),
     )
 
 

@@ -30,7 +30,7 @@ from branchline.export.histories import History
 from branchline.export.rewards import agent_rewards, sample_extras, session_reward
 from branchline.export.samples import ExportPolicy, SampleStream, export_samples
 from branchline.timelines.causes import ForkReport, classify_forks
-from branchline.timelines.log import CANCELLED_REASONS
+from branchline.timelines.log import LoggedOutput
 from branchline.timelines.timeline import timelines_of
 from branchline.tree.session import Session
 from branchline.tree.tree import NO_NODE, Node, Tree
@@ -143,7 +143,7 @@ class Trajectory:
             "additional_histories": others,
             "reward": reward,
             "metrics": _read_metrics(self.metrics),
-            "finished": self.finished and _is_finished(main),
+            "finished": self.finished and _is_finished(hand_built.main_answer),
             "report": export.report,
             "parent_answers": _parent_answers(hand_built.tree, fork_report),
             "fork_causes": _count_causes(fork_report),
@@ -370,8 +370,8 @@ def _count_causes(fork_report: ForkReport) -> Counter[str]:
     return Counter(fork.cause.value for fork in fork_report.forks)
 
 
-def _is_finished(main: History) -> bool:
-    return not main.choices or main.choices[-1].output.finish_reason not in ("length", *CANCELLED_REASONS)
+def _is_finished(answer: LoggedOutput | None) -> bool:
+    return answer is None or not (answer.is_cut or answer.finish_reason == "length")
 
 
 def _read_reward(reward: object) -> float | None:

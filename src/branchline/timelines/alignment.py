@@ -18,7 +18,7 @@ import numpy as np
 from branchline.chat.parsing.output_parser import REASONING_MARKERS
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
-from branchline.timelines.log import CANCELLED_REASONS, LoggedOutput
+from branchline.timelines.log import LoggedOutput
 from branchline.timelines.prefix_index import starts_with
 
 TokenBytes = Callable[[int], bytes]
@@ -202,7 +202,7 @@ class Aligner:
 
     def _end_by_stop_token(self, prompt: Ids, start: int, sampled: Ids, output: LoggedOutput) -> int | None:
         """Returns the position after the first stop token, if the output ended with the same one."""
-        if output.finish_reason == "length" or output.finish_reason in CANCELLED_REASONS:
+        if output.is_cut or output.finish_reason == "length":
             return None
         ends = np.flatnonzero(np.isin(sampled, list(self.stop_ids)))
         if len(ends) != 1 or int(ends[0]) != len(sampled) - 1:

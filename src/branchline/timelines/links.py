@@ -37,7 +37,7 @@ from branchline.timelines.alignment import (
     TokenBytes,
     has_reasoning,
 )
-from branchline.timelines.log import CANCELLED_REASONS, LoggedCall
+from branchline.timelines.log import LoggedCall
 from branchline.timelines.prefix_index import CallKeys, MessagePrefixIndex, TokenPrefixIndex, starts_with
 from branchline.tree.match import match_echo
 
@@ -230,7 +230,7 @@ class _TextLinker:
             if missing := self._policy.missing(needs):
                 apart = apart or (depth, KeptApart(call.line, missing))
                 continue
-            is_cancelled = output.finish_reason in CANCELLED_REASONS
+            is_cancelled = output.is_cut
             rank = (proof, -echoed_ids, is_cancelled, -length, len(used))
             if best is None or rank < best_rank:
                 best, best_rank = link, rank

@@ -52,6 +52,11 @@ class LoggedOutput:
     index: int = 0
     """The number of the choice in its response, also if it is logged in a line of its own."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended before its end, as far as is known."""
+        return self.finish_reason in CANCELLED_REASONS
+
 
 @dataclass(frozen=True)
 class LoggedCall:
@@ -106,8 +111,8 @@ class LogReader:
         """Returns the calls without those whose response has other ids than its server counted, which are
         errors as invalid lines are. A response may have several lines, so this needs all calls."""
         calls = list(calls)
-        errors = dict(_miscounted(calls))
-        found = [LogError(str(self.path), line, errors[line]) for line in sorted(errors)]
+        errors = dict(find_miscounted(calls))
+        found = [LogError(str(self.path), line, str(errors[line])) for line in sorted(errors)]
         if found and not self.skip_bad:
             raise found[0]
         self.errors += found
@@ -202,11 +207,7 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
         if output.ids is not None and not len(output.ids) and not output.message.is_empty:
             raise MessageError(f"response.choices[{index}].token_ids", [], "the ids of its text, or null")
     prompt_ids = _read_prompt_ids(response)
-    counted = _read_count(response.get("usage"), "prompt_tokens")
-    has_media = any(message.parts and message.media for message in request.messages)
-    if prompt_ids is not None and counted not in (None, len(prompt_ids)) and not has_media:
-        expected = f"{len(prompt_ids)}, the number of prompt_token_ids"
-        raise MessageError("response.usage.prompt_tokens", counted, expected)
+    check_prompt_count(response, "response", prompt_ids, request)
     asked = raw["request"].get("n")
     model = _read_name(response, "model", "response.") or _read_name(raw["request"], "model", "request.")
     return LoggedCall(
@@ -218,7 +219,7 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
         id=_read_name(response, "id", "response."),
         model=model,
         choices=max(asked if type(asked) is int else 1, len(outputs)),
-        counted_tokens=_read_count(response.get("usage"), "completion_tokens"),
+        counted_tokens=read_count(response, "response", "completion_tokens"),
     )
 
 
@@ -237,18 +238,32 @@ def _read_prompt_ids(response: Mapping[str, Any]) -> Ids | None:
     return read_token_ids(found, path)
 
 
-def _read_count(usage: object, name: str) -> int | None:
+def read_count(response: Mapping[str, Any], field_path: str, name: str) -> int | None:
     """Returns a count of tokens in the usage of a response; None if there is none."""
+    usage = response.get("usage")
     if not isinstance(usage, dict | None):
-        raise MessageError("response.usage", usage, "an object or null")
+        raise MessageError(f"{field_path}.usage", usage, "an object or null")
     count = usage.get(name) if usage else None
     if count is not None and (type(count) is not int or count < 0):
-        raise MessageError(f"response.usage.{name}", count, "an integer from 0 on, or null")
+        raise MessageError(f"{field_path}.usage.{name}", count, "an integer from 0 on, or null")
     return count
 
 
-def _miscounted(calls: Iterable[LoggedCall]) -> Iterator[tuple[int, str]]:
-    """Yields the lines, with the problem, of responses with other numbers of ids than the server counted.
+def check_prompt_count(
+    response: Mapping[str, Any], field_path: str, prompt_ids: Ids | None, request: Request
+) -> None:
+    """Raises MessageError if a prompt has another number of ids than its server counted. Images are not
+    compared: servers count them in ways of their own."""
+    counted = read_count(response, field_path, "prompt_tokens")
+    if prompt_ids is None or counted in (None, len(prompt_ids)):
+        return
+    if not any(message.parts and message.media for message in request.messages):
+        expected = f"{len(prompt_ids)}, the number of prompt_token_ids"
+        raise MessageError(f"{field_path}.usage.prompt_tokens", counted, expected)
+
+
+def find_miscounted(calls: Iterable[LoggedCall]) -> Iterator[tuple[int, MessageError]]:
+    """Yields the lines, with the error, of responses with other numbers of ids than the server counted.
 
     The count is that of a line's choices or of all choices of its response; what is counted and may be in
     lines that are not logged is not compared, nor the count of a stream that was cut off before its end.
@@ -273,16 +288,15 @@ def _miscounted(calls: Iterable[LoggedCall]) -> Iterator[tuple[int, str]]:
             own = sum(len(one) for one in ids if one is not None)
             if counted is None or (own == counted and all(one is not None for one in ids)):
                 continue
-            is_cut = any(output.finish_reason in CANCELLED_REASONS for output in call.outputs)
+            is_cut = any(output.is_cut for output in call.outputs)
             if counted < own and not is_cut:
-                yield call.line, _count_problem(counted, own)
+                yield call.line, _count_error(counted, own)
             elif counted > own and is_complete and counted != total:
-                yield call.line, _count_problem(counted, total)
+                yield call.line, _count_error(counted, total)
 
 
-def _count_problem(counted: int, known: int) -> str:
-    expected = f"{known}, the number of token_ids"
-    return str(MessageError("response.usage.completion_tokens", counted, expected))
+def _count_error(counted: int, known: int) -> MessageError:
+    return MessageError("response.usage.completion_tokens", counted, f"{known}, the number of token_ids")
 
 
 def _read_name(raw: Mapping[str, Any], key: str, prefix: str) -> str:

@@ -28,7 +28,7 @@ from branchline.core.message import Message
 from branchline.core.token_arrays import NO_IDS, Ids, Origin, as_ids, normalize_runs
 from branchline.timelines.alignment import AlignmentMethod
 from branchline.timelines.links import KeptApart, Link, MergePolicy, find_links
-from branchline.timelines.log import CANCELLED_REASONS, LoggedCall
+from branchline.timelines.log import LoggedCall
 from branchline.timelines.responses import join_copies, unknown_facts
 from branchline.tree.match import match_echo
 from branchline.tree.tree import NO_NODE, Delivered, NewNode, Node, Tree, TreeDelta
@@ -263,8 +263,7 @@ class _TreeBuilder:
         )
         self.tree.apply(TreeDelta((*new, *outputs), record))
         # Either all outputs of a call were cut off or none, see `join_copies`.
-        is_cancelled = call.outputs[0].finish_reason in CANCELLED_REASONS
-        delivery = Delivery.CANCELLED if is_cancelled else Delivery.DELIVERED
+        delivery = Delivery.CANCELLED if call.outputs[0].is_cut else Delivery.DELIVERED
         self.tree.apply(Delivered(record.index, delivery))
         for choice, node in zip(choices, outputs, strict=True):
             self._nodes[index, choice] = self.tree.nodes[node.id]

@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 
 from branchline.core.token_arrays import Floats, Ids
-from branchline.timelines.log import CANCELLED_REASONS, LoggedCall, LoggedOutput
+from branchline.timelines.log import LoggedCall, LoggedOutput
 
 Place = tuple[int, int]
 """(call, output) in a log."""
@@ -59,7 +59,7 @@ def unknown_facts(prompt_ids: Ids | None, output: LoggedOutput) -> tuple[bool, .
     """Returns what is not known of an answer, the most important first: a key by which answers of which more
     is known sort first."""
     return (
-        output.finish_reason in CANCELLED_REASONS,
+        output.is_cut,
         output.ids is None,
         prompt_ids is None,
         output.logprobs is None,
@@ -99,8 +99,7 @@ def join_copies(calls: Iterable[LoggedCall]) -> Copies:
         parts: dict[tuple[bool, bool, int], list[_Answer]] = {}
         for choice in range(len(call.outputs)):
             answer, is_copy = answers[number, choice], (number, choice) in left_out
-            is_cut = answer.output.finish_reason in CANCELLED_REASONS
-            part = (is_copy, not is_copy and is_cut, id(answer.prompt_ids))
+            part = (is_copy, not is_copy and answer.output.is_cut, id(answer.prompt_ids))
             parts.setdefault(part, []).append(answer)
         for (is_copy, *_), part_answers in parts.items():
             outputs = tuple(answer.output for answer in part_answers)
@@ -136,9 +135,10 @@ def _join(places: Sequence[Place], answers: dict[Place, _Answer]) -> set[Place]:
 def _join_two(one: _Answer, other: _Answer) -> _Answer | None:
     """Returns all that is known of an answer; None if two copies with equal texts contradict each other."""
     first, second = one.output, other.output
-    are_cut = [output.finish_reason in CANCELLED_REASONS for output in (first, second)]
     reasons = {output.message.reasoning_content for output in (first, second)} - {""}
-    if (not any(are_cut) and first.finish_reason != second.finish_reason) or len(reasons) > 1:
+    if (not first.is_cut and not second.is_cut and first.finish_reason != second.finish_reason) or len(
+        reasons
+    ) > 1:
         return None
     if not all(
         mine is None or theirs is None or np.array_equal(mine, theirs)
@@ -162,7 +162,7 @@ def _join_two(one: _Answer, other: _Answer) -> _Answer | None:
         first if first.ids is not None else second,
         message=first.message if first.message.reasoning_content else second.message,
         logprobs=logprobs,
-        finish_reason=(second if are_cut[0] else first).finish_reason,
+        finish_reason=(second if first.is_cut else first).finish_reason,
     )
     return _Answer(other.prompt_ids if one.prompt_ids is None else one.prompt_ids, output)
 
