@@ -81,6 +81,28 @@ def test_a_cancelled_leaf_is_dropped_and_its_ancestors_are_trained() -> None:
     assert kept.report.trained_tokens == 6
 
 
+@pytest.mark.parametrize("finish_reason", ["cancelled", "abort"])
+def test_a_choice_that_was_cut_off_is_dropped_though_another_one_of_its_call_is_continued(
+    finish_reason: str,
+) -> None:
+    session = Session("s", CODEC)
+    question = Message("user", "u")
+    texts = {"half": finish_reason, "whole": "stop", "more": "stop"}
+    generations = [
+        Generation(CODEC.encode_reply(Message("assistant", text)), finish_reason=reason)
+        for text, reason in texts.items()
+    ]
+    call = session.commit(session.prepare(Request((question,))), *generations).call
+    session.record_delivery(call, Delivery.CANCELLED)
+    policy = ExportPolicy(include_missing_logprobs=True)
+    assert not export_samples(session.tree, policy).samples
+    commit_reply(session, [question, Message("assistant", "whole"), Message("user", "x")], "end")
+    export = export_samples(session.tree, policy)
+    ends = sorted(CODEC.decode(sample.response_ids) for sample in export.samples)
+    assert [text.removesuffix("end") for text in ends] == ["more", "wholeuser:x\nassistant:"]
+    assert [(drop.reason, drop.tokens) for drop in export.report.dropped] == [("cancelled", 4)]
+
+
 def test_a_cause_can_be_dropped_with_everything_below_it() -> None:
     session = forked_session()
     export = export_samples(session.tree, ExportPolicy(drop=frozenset({Cause.EDIT})))

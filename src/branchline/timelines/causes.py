@@ -21,6 +21,7 @@ from branchline.timelines.fork_signals import (
     is_deletion,
     is_stub,
 )
+from branchline.timelines.log import CANCELLED_REASONS
 from branchline.timelines.main_history import Conversations
 from branchline.tree.tree import NO_NODE, Node, Tree
 
@@ -338,19 +339,24 @@ def _cause_of_loss(reason: DropReason) -> Cause:
 
 
 def _undelivered_outputs(tree: Tree) -> dict[int, DropReason]:
-    """Returns the outputs that never reached a client. An output that a call continues counts as delivered,
-    whatever was recorded; among the others, retries identify the outputs that were not used."""
+    """Returns the outputs that never reached a client. A call of which an output is continued counts as
+    delivered, whatever was recorded, apart from its outputs that were cut off; among the others, retries
+    identify the outputs that were not used."""
     groups: dict[tuple[int, str], list[Call]] = {}
     for call in tree.calls:
         groups.setdefault((call.prompt_node, call.agent), []).append(call)
     undelivered: dict[int, DropReason] = {}
     repeated = {node.source_id for node in tree.nodes}
     for calls in groups.values():
-        open_calls = [
-            call
-            for call in calls
-            if not any(tree.nodes[node].children or node in repeated for node in call.outputs)
-        ]
+        open_calls: list[Call] = []
+        for call in calls:
+            unused = [node for node in call.outputs if not tree.nodes[node].children and node not in repeated]
+            if len(unused) == len(call.outputs):
+                open_calls.append(call)
+            elif tree.delivery(call) == Delivery.CANCELLED:
+                undelivered.update(
+                    {node: DropReason.CANCELLED for node in unused if _is_cut(tree.nodes[node])}
+                )
         superseded = _superseded_calls(tree, calls, open_calls)
         for call in open_calls:
             delivery = tree.delivery(call)
@@ -364,6 +370,10 @@ def _undelivered_outputs(tree: Tree) -> dict[int, DropReason]:
                 continue
             undelivered.update(dict.fromkeys(call.outputs, reason))
     return undelivered
+
+
+def _is_cut(node: Node) -> bool:
+    return node.output is not None and node.output.finish_reason in CANCELLED_REASONS
 
 
 def _superseded_calls(tree: Tree, calls: Sequence[Call], open_calls: Sequence[Call]) -> set[int]:
