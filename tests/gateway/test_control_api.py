@@ -242,6 +242,29 @@ def test_a_reward_with_an_id_may_be_corrected_back_after_its_call_was_resumed() 
     run(test)
 
 
+def test_a_reward_with_an_id_corrects_the_answer_that_its_turn_is_now() -> None:
+    async def test() -> None:
+        for scores_by_call in ((), (1.0,)):
+            async with agent("A1", "A2") as a:
+                await a.ask_text("p")
+                managed = a.session.managed
+                of_turn = read_rewards({"score": 0, "turn": 1, "id": "x"})
+                await managed.post_rewards(of_turn)
+                await a.ask_text("p")
+                for score in scores_by_call:
+                    part = {"call": managed.session.tree.calls[1].id, "id": "x"}
+                    await managed.post_rewards(read_rewards({"score": score, **part}))
+                for _ in range(2):
+                    await managed.post_rewards(of_turn)
+                samples = (await a.session.export()).samples
+                paid = [[span.score for span in sample.rewards] for sample in samples]
+                # Without a reward of the second answer it is taken for a repetition.
+                assert paid == ([[0.0], [0.0]] if scores_by_call else [[0.0], []])
+                assert len(managed.rewards) == (3 if scores_by_call else 1)
+
+    run(test)
+
+
 def test_a_repeated_reward_is_known_again_when_its_turn_is_gone() -> None:
     async def test() -> None:
         async with agent("A1", "B1", "C1") as a:

@@ -1,8 +1,9 @@
 """Finds the rewards of a request that repeat earlier ones: a client that does not know whether its request
 arrived can repeat it.
 
-A reward repeats an earlier one if it equals it, has an `id`, and no reward for any of its parts was posted
-with this `id` since then. A list is the same as its items one after another.
+A reward repeats an earlier one if it equals it, has an `id`, and no reward was posted with this `id` since
+then for the part that the earlier one named, nor for the part that it would name now (a turn may have become
+another answer). A list is the same as its items one after another.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _is_repeat(posted: Reward, recorded: Sequence[Reward], parts: RewardParts) -
     first, *later = recorded
     if {name: value for name, value in first.items() if name != "turn_node"} != posted:
         return False
-    rewarded = set(parts.targets(first))
-    with_id = (reward for reward in later if reward.get("id") == posted["id"])
+    with_id = [reward for reward in later if reward.get("id") == posted["id"]]
+    rewarded = {*parts.targets(first), *parts.targets(posted)} if with_id else set()
     return all(rewarded.isdisjoint(parts.targets(reward)) for reward in with_id)
 
 
