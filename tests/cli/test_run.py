@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_a_run_writes_trajectories_samples_and_stats(
     }
     assert stats["failure_reasons"] == {"runner_error: ValueError: as asked": 2}
     assert stats["sampled_tokens"] == 2 * stats["delivered_tokens"] > 0
-    assert stats["dropped_tokens"] == {"aborted": stats["delivered_tokens"]}
+    assert stats["dropped_tokens"] == {"failed": stats["delivered_tokens"]}
     lines = [json.loads(line) for line in (folder / "out/trajectories.jsonl").read_text().splitlines()]
     names = {"task", "agent_name", "session", "status", "reward", "histories", "metrics"}
     for line in lines:
@@ -100,6 +101,32 @@ def test_a_run_writes_trajectories_samples_and_stats(
     ]
     assert main(["export", "out", "--to", "jsonl"]) == 0
     assert len(list(read_jsonl(folder / "out/export.jsonl"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("rewarded", "shown"),
+    [
+        ("[1, 0, 1]", "0.6667 (mean of finished sessions)"),
+        ('[1, {"score": 1, "turn": 1}, 0]', "0.5000 (mean of the 2 finished sessions that have one)"),
+        ("[None, None, None]", "no finished session has one"),
+    ],
+)
+def test_the_mean_reward_says_of_how_many_sessions_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], rewarded: str, shown: str
+) -> None:
+    agent = f"async def rewarded(*a):\n    await run(*a)\n    return {rewarded}[int(a[0]['id'])]\n"
+    (folder / "clerk.py").write_text(f"{AGENT}\n{agent}")
+    rows = [{"id": str(index), "prompt": "one"} for index in range(3)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_tasks("--agent", "clerk:rewarded") == 0
+    assert f"reward  {shown}" in re.sub("reward +", "reward  ", capsys.readouterr().out)
+
+
+def test_a_verifier_that_hangs_fails_its_session_after_its_time_limit(folder: Path) -> None:
+    verifier = ["--reward-command", "sleep 60", "--reward-timeout-s", "0.2"]
+    assert run_tasks("--agent", "clerk:run", *verifier, "--limit", "1") == 1
+    line = json.loads((folder / "out/trajectories.jsonl").read_text())
+    assert (line["cause"], line["error"]) == ("reward_error", "TimeoutError: timed out after 0.2 s")
 
 
 def test_samples_may_be_parquet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

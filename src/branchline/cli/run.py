@@ -145,6 +145,13 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         "--reward-workers", type=int, default=8, metavar="N", help="rewards at the same time (default: 8)"
     )
     group.add_argument(
+        "--reward-timeout-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time limit of a reward function, verifier or judge, for each session or task (default: 600)",
+    )
+    group.add_argument(
         "--session-options",
         type=parse_json_object,
         default={},
@@ -253,6 +260,7 @@ def _config(options: argparse.Namespace) -> RolloutConfig:
         stop_after=options.stop_after,
         max_staleness=options.max_staleness,
         reward_workers=options.reward_workers,
+        reward_timeout_s=options.reward_timeout_s,
         session={"agent_reward": options.agent_reward, **options.session_options},
     )
 

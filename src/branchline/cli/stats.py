@@ -52,8 +52,12 @@ def render_stats(stats: Mapping[str, Any], folder: Path) -> str:
     table.add_row(
         "tasks", f"{format_count(prompts['finished'])} finished, {format_count(prompts['failure'])} failed"
     )
-    if stats["reward_mean"] is not None:
-        table.add_row("reward", f"{stats['reward_mean']:.4f} (mean of finished sessions)")
+    finished, rewarded = stats["finished"], stats["rewarded"]
+    which = "finished sessions" if rewarded == finished else f"the {rewarded} finished sessions that have one"
+    if rewarded:
+        table.add_row("reward", f"{stats['reward_mean']:.4f} (mean of {which})")
+    elif finished:
+        table.add_row("reward", "no finished session has one")
     sampled, delivered = stats["sampled_tokens"], stats["delivered_tokens"]
     percent = f" ({delivered / sampled:.1%})" if sampled else ""
     samples = pluralize(stats["samples"], "sample")

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from branchline.core.reader import replace_surrogates
-from branchline.core.sample import Sample
+from branchline.core.sample import DropReason, Sample
 from branchline.export.columns import SampleOrigin, SampleRow
 from branchline.export.histories import History
 from branchline.export.trajectory import Trajectory
@@ -223,7 +223,9 @@ class SessionResult:
         report = trajectory.report
         dropped: Counter[str] = Counter()
         for entry in report.dropped if report is not None else ():
-            dropped[str(entry.reason)] += entry.tokens
+            # The gateway aborts a session that failed.
+            reason = self.status if entry.reason == DropReason.ABORTED else entry.reason
+            dropped[str(reason)] += entry.tokens
         main = [] if trajectory.history is None else [trajectory.history]
         return {
             "task": self.job.task.row,

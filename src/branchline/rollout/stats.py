@@ -139,6 +139,7 @@ class RolloutStats:
             **({"refused": dict(self.refused.most_common())} if self.refused else {}),
             "calls": self.calls,
             "samples": self.samples,
+            "rewarded": len(self.rewards),
             "reward_mean": self.reward_mean,
             "prompts": {"finished": statuses["finished"], "failure": statuses["failure"]},
             "errors": dict(list(self.errors.items())[:_MAX_REASONS]),
