@@ -249,3 +249,28 @@ def test_an_answer_whose_ids_another_line_has_is_not_encoded(
     (sample,) = read_jsonl(target)
     assert (sample.exact, sample.response_ids.tolist()) == (True, [4, 5])
     assert len(json.loads(capsys.readouterr().out)["logged_twice"]) == 1
+
+
+@pytest.mark.parametrize("with_stop", [False, True])
+@pytest.mark.parametrize("tokens", [list("Done."), ["Do", "ne."]])
+def test_the_logprobs_of_a_text_are_used_if_its_tokens_are_the_encoded_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: list[str], with_stop: bool
+) -> None:
+    folder = save_byte_level(tmp_path / "model", chat_template=template(), eos_token="<|end|>")
+    line = log_line([raw_message("user", "q")], "Done.")
+    shown = [*tokens, "<|end|>"] if with_stop else tokens
+    entries = [{"token": token, "logprob": -0.5 * index} for index, token in enumerate(shown)]
+    line["response"]["choices"][0]["logprobs"] = {"content": entries}
+    log, target = tmp_path / "calls.jsonl", tmp_path / "samples.jsonl"
+    log.write_text(json.dumps(line))
+    options = ["--tokenizer", str(folder), "--inexact", "--missing-logprob", "-9"]
+    assert main(["merge", str(log), "--samples", str(target), *options]) == 0
+    (sample,) = read_jsonl(target)
+    out = capsys.readouterr().out
+    if len(tokens) == 2:
+        assert set(sample.response_logprobs.tolist()) == {-9.0}
+        assert "logprobs left out: 1 answer logged without ids, whose logprobs name other tokens" in out
+        return
+    assert sample.response_logprobs.tolist() == [0, -0.5, -1, -1.5, -2, -2.5 if with_stop else -9]
+    assert sample.missing_logprobs == (0 if with_stop else 1)
+    assert "logprobs left out" not in out

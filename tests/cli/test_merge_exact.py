@@ -468,6 +468,19 @@ def test_a_call_that_was_logged_twice_is_trained_once_and_counted(merge: Merge) 
 # -- texts and files
 
 
+def test_keys_of_a_line_that_nothing_reads_are_named(
+    merge: Merge, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{**line, "sesion": "a", "reward": 1.0} for line in JOINED]
+    lines[1]["met\nadata"] = {}
+    report, _ = merge(lines)
+    assert report["ignored_keys"] == {"met\nadata": 1, "reward": 2, "sesion": 2}
+    assert main(["merge", str(tmp_path / "calls.jsonl")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "reward, sesion (session, agent, request and response are read)" in out
+    assert merge(JOINED)[0]["ignored_keys"] == {}
+
+
 def test_half_a_character_loses_no_line(merge: Merge) -> None:
     cut = json.dumps(log_line([raw_message("user", "\ud83d")], "\ude00", PROMPT, [20]))
     invalid = (

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
-from branchline.cli.log_encoding import encode_missing_ids
+from branchline.cli.log_encoding import LogEncoder, encode_missing_ids
 from branchline.cli.render import more_lines, pluralize, sanitize
 from branchline.core.errors import CodecError, InputError, LogError
 from branchline.timelines.causes import ForkReport, classify_forks
@@ -45,7 +45,8 @@ one line of CALLS.jsonl (wrapped here):
                              "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}]}}
   request and response are those of a chat completion, with token ids in the fields that vLLM fills under
   return_token_ids. session, agent, token ids and logprobs are optional; without token ids and logprobs
-  nothing can be trained exactly.
+  nothing can be trained exactly. Other keys of a line are ignored, and named in the account; samples have the
+  reward null, and their session to find it by.
 
   A choice without a finish_reason (null, "" or no such key) was cut off: it is counted (dropped, cancelled)
   and not trained. If the logger leaves finish_reason out, write the server's: "stop", "length", "tool_calls".
@@ -92,6 +93,9 @@ class CallLogFile:
     skipped: list[LogError]
     replaced_text: list[int]
     """Lines with bytes that are not UTF-8."""
+    other_tokens: list[int]
+    """Lines of encoded answers whose logprobs name other tokens."""
+    ignored_keys: dict[str, int]
     tokenizer: TokenizerDir | None
     codec: GenericCodec | None
     """The codec of the tokenizer, if it has a chat template that can be used."""
@@ -188,8 +192,9 @@ def load_call_log(
     # Joined before anything is encoded: what one line of a response lacks, another may have.
     copies = join_copies(logged)
     calls = copies.calls
-    if tokenizer is not None:
-        encoded = encode_missing_ids(calls, reader, tokenizer)
+    encoder = LogEncoder(tokenizer) if tokenizer is not None else None
+    if encoder is not None:
+        encoded = encode_missing_ids(calls, reader, encoder)
         calls = list(_show_progress(encoded, options.calls, "encoding"))
     reader.errors.sort(key=lambda error: error.line)
     if reader.errors and not options.skip_bad:
@@ -203,7 +208,15 @@ def load_call_log(
     ]
     repeated = [*selected[len(calls) :], *(call for session in sessions for call in session.merged.repeated)]
     return CallLogFile(
-        options.calls, sessions, repeated, reader.errors, reader.replaced_text, tokenizer, codec
+        options.calls,
+        sessions,
+        repeated,
+        reader.errors,
+        reader.replaced_text,
+        encoder.other_tokens if encoder is not None else [],
+        dict(sorted(reader.ignored_keys.items())),
+        tokenizer,
+        codec,
     )
 
 

@@ -8,7 +8,7 @@ and that a template closes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from branchline.chat.base import reply_to_text
@@ -18,14 +18,14 @@ from branchline.core.call import Request
 from branchline.core.errors import CodecError, LogError
 from branchline.core.token_arrays import Ids
 from branchline.timelines.log import LoggedCall, LoggedOutput, LogReader
+from branchline.timelines.token_texts import fit_logprobs
 
 
 def encode_missing_ids(
-    calls: Iterable[LoggedCall], reader: LogReader, tokenizer: TokenizerDir
+    calls: Iterable[LoggedCall], reader: LogReader, encoder: LogEncoder
 ) -> Iterator[LoggedCall]:
     """Yields the calls of a log with encoded ids where they have none; logged ids are kept. Calls that the
     template refuses are errors of the reader."""
-    encoder = LogEncoder(tokenizer)
     for call in calls:
         try:
             yield encoder.fill(call)
@@ -38,6 +38,8 @@ class LogEncoder:
     """Encodes prompts and answers that were logged without ids."""
 
     tokenizer: TokenizerDir
+    other_tokens: list[int] = field(default_factory=list)
+    """Lines of answers whose logprobs are left out, because they name other tokens than the encoded ones."""
 
     @cached_property
     def _codec(self) -> GenericCodec | None:
@@ -51,11 +53,24 @@ class LogEncoder:
         outputs = tuple(
             replace(output, ids_were_sampled=has_prompt)
             if output.ids is not None
-            else replace(output, ids=self.encode_output(output), logprobs=None, ids_were_sampled=False)
+            else self._encode(output, call.line)
             for output in call.outputs
         )
         prompt_ids = call.prompt_ids if call.prompt_ids is not None else self.encode_prompt(call.request)
         return replace(call, prompt_ids=prompt_ids, outputs=outputs)
+
+    def _encode(self, output: LoggedOutput, line: int) -> LoggedOutput:
+        """Returns an answer with the encoded ids, and with its logprobs if they are those of these ids."""
+        ids, logprobs = self.encode_output(output), output.logprobs
+        if ids is None or logprobs is None:
+            return replace(output, ids=ids, logprobs=None, ids_were_sampled=False)
+        stop_ids = self.tokenizer.stop_ids if self._codec is None else self._codec.stop_ids
+        fitted = fit_logprobs(output.token_texts, logprobs, ids, self.tokenizer.token_bytes, stop_ids)
+        if isinstance(fitted, str):
+            self.other_tokens.append(line)
+        return replace(
+            output, ids=ids, logprobs=None if isinstance(fitted, str) else fitted, ids_were_sampled=False
+        )
 
     def encode_prompt(self, request: Request) -> Ids:
         """The ids of the rendered prompt, or of `role: text` lines if there is no template."""

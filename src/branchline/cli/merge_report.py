@@ -32,6 +32,7 @@ _EXCERPT_CHARS = 200
 _MAX_TIMELINES = 50
 _MAX_FORKS = 20
 _MAX_MODELS = 20
+_MAX_KEYS = 10
 _OPTIONS = {
     Permission.REPAIR: "--repair",
     Permission.IGNORE_TOOLS: "--ignore-tools",
@@ -103,6 +104,8 @@ def build_report(log: CallLogFile, exports: Sequence[Export]) -> JsonDict:
         "causes": dict(Counter(fork["cause"] for fork in forks).most_common()),
         "skipped": skipped_to_json(log.skipped),
         "replaced_text": log.replaced_text,
+        "logprobs_of_other_tokens": log.other_tokens,
+        "ignored_keys": log.ignored_keys,
     }
 
 
@@ -229,6 +232,15 @@ def report_tables(report: JsonDict, log: CallLogFile) -> Iterator[RenderableType
     yield from skipped_lines(log.skipped)
     if log.replaced_text:
         yield Text(f"bytes that are not UTF-8 were replaced in {pluralize(len(log.replaced_text), 'line')}")
+    if log.other_tokens:
+        yield Text(
+            f"logprobs left out: {pluralize(len(log.other_tokens), 'answer')} logged without ids, whose "
+            "logprobs name other tokens than the tokenizer's"
+        )
+    if log.ignored_keys:
+        keys = list(log.ignored_keys)
+        shown = ", ".join(sanitize(key) for key in keys[:_MAX_KEYS]) + ", …" * (len(keys) > _MAX_KEYS)
+        yield Text(f"ignored keys of lines: {shown} (session, agent, request and response are read)")
     written = report["samples"]
     if written is not None:
         not_trained = ", ".join(

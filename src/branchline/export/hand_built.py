@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-import numpy as np
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.call import Generation
@@ -25,6 +24,7 @@ from branchline.export.histories import History, SampledChoice
 from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall, LoggedOutput, find_miscounted
 from branchline.timelines.merge import merge
+from branchline.timelines.token_texts import fit_logprobs
 from branchline.tree.session import Session
 from branchline.tree.tree import Node, Tree
 
@@ -285,20 +285,11 @@ def _logprobs_of_texts(place: str, choice: SampledChoice, ids: Ids, codec: Codec
     encoded ids; NaN for a stop token that the server left out. None, with a warning, if they are not."""
     if choice.output.logprobs is None:
         return None
-    texts, count = choice.token_texts, len(ids)
-    while count > len(texts) and int(ids[count - 1]) in codec.stop_ids:
-        count -= 1
-    problem = f"{len(texts)} tokens, expected {count}" if count != len(texts) else ""
-    for index in range(0 if problem else count):
-        expected, text = codec.token_bytes(int(ids[index])), texts[index]
-        if text != expected and not (text == b"" and int(ids[index]) in codec.stop_ids):
-            problem = f"token {index} {text!r}, expected {expected!r}"
-            break
-    if problem:
-        log.warning(
-            "%s.logprobs: left out, because they do not fit the encoded answer: got %s", place, problem
-        )
+    fitted = fit_logprobs(
+        choice.output.token_texts, choice.output.logprobs, ids, codec.token_bytes, codec.stop_ids
+    )
+    if isinstance(fitted, str):
+        problem = f"{place}.logprobs: left out, because they do not fit the encoded answer: got"
+        log.warning("%s %s", problem, fitted)
         return None
-    logprobs = np.full(len(ids), np.nan, np.float32)
-    logprobs[:count] = choice.output.logprobs
-    return logprobs
+    return fitted

@@ -31,6 +31,7 @@ from branchline.timelines.log import (
     read_count,
     read_token_ids,
 )
+from branchline.timelines.token_texts import read_token_texts
 
 _ITEMS = "messages_and_choices"
 
@@ -43,8 +44,6 @@ class SampledChoice:
     request: Request
     output: LoggedOutput
     prompt_ids: Ids | None = None
-    token_texts: tuple[bytes | None, ...] = ()
-    """The bytes of each token that has a logprob, if its output has logprobs and no ids."""
     index: int = 0
     """Its position in `messages_and_choices`."""
     response_id: str = ""
@@ -247,12 +246,9 @@ def _read_answer(raw: Mapping[str, Any], path: str, request: Request, index: int
     read = [read_token_ids(prompt, where) for where, prompt in prompts]
     if len(prompts) == 2 and prompts[0][1] != prompts[1][1]:
         raise MessageError(prompts[1][0], prompts[1][1], f"those of {prompts[0][0]}")
-    texts: tuple[bytes | None, ...] = ()
-    if output.logprobs is not None:
-        texts = _token_texts(choice["logprobs"], f"{choice_path}.logprobs")
-        if output.ids is not None:
-            _check_named_ids(output.ids, texts, f"{choice_path}.logprobs")
-            texts = ()
+    if output.logprobs is not None and output.ids is not None:
+        texts = read_token_texts(choice["logprobs"], f"{choice_path}.logprobs")
+        _check_named_ids(output.ids, texts, f"{choice_path}.logprobs")
     if output.ids is not None and not len(output.ids) and not output.message.is_empty:
         raise MessageError(f"{choice_path}.token_ids", [], "the ids of the answer")
     number = choice.get("index")
@@ -262,27 +258,11 @@ def _read_answer(raw: Mapping[str, Any], path: str, request: Request, index: int
         request,
         output,
         prompt_ids,
-        texts,
         index,
         str(raw.get("id") or ""),
         number if type(number) is int else None,
         read_count(raw, path, "completion_tokens"),
     )
-
-
-def _token_texts(logprobs: Any, path: str) -> tuple[bytes | None, ...]:
-    """Returns the bytes of each token, as the server wrote them."""
-    texts: list[bytes | None] = []
-    for index, entry in enumerate(logprobs["content"] if isinstance(logprobs, dict) else logprobs):
-        content, text = entry.get("bytes"), entry.get("token")
-        if not content:
-            texts.append(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else None)
-            continue
-        try:
-            texts.append(bytes(content))
-        except (TypeError, ValueError):
-            raise MessageError(f"{path}.content[{index}].bytes", content, "a list of bytes") from None
-    return tuple(texts)
 
 
 def _check_named_ids(ids: Ids, texts: Sequence[bytes | None], path: str) -> None:

@@ -27,6 +27,7 @@ from branchline.core.message import Message
 from branchline.core.reader import decode_json_keeping_surrogates, read_message, replace_surrogates
 from branchline.core.token_arrays import Floats, Ids, as_ids
 from branchline.timelines.streamed import TRUNCATED, join_stream
+from branchline.timelines.token_texts import TokenTexts, read_token_texts
 
 _TOKEN_ID_LIMIT = 2**31
 _LOGPROB_LIMIT = float(np.finfo(np.float32).max)
@@ -36,6 +37,7 @@ _BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 CANCELLED_REASONS = frozenset(("cancelled", "abort", "error"))
 """Finish reasons of outputs that ended before their end: the stream was cut off, or the request aborted."""
+_KEYS = frozenset(("session", "agent", "request", "response"))
 _TOKEN_AS_ID = re.compile(r"token_id:\d{1,10}\Z")
 
 
@@ -51,6 +53,9 @@ class LoggedOutput:
     """False if the log had no ids and these were encoded from its text."""
     index: int = 0
     """The number of the choice in its response, also if it is logged in a line of its own."""
+
+    token_texts: TokenTexts = ()
+    """Its tokens as its logprobs name them, if its ids are not known."""
 
     @property
     def is_cut(self) -> bool:
@@ -98,6 +103,8 @@ class LogReader:
     errors: list[LogError] = field(default_factory=list)
     replaced_text: list[int] = field(default_factory=list)
     """Lines with bytes that are not UTF-8, which were replaced."""
+    ignored_keys: Counter[str] = field(default_factory=Counter)
+    """Keys of lines that nothing reads, with the number of lines."""
 
     def __iter__(self) -> Iterator[LoggedCall]:
         try:
@@ -132,7 +139,8 @@ class LogReader:
 
     def _read_line(self, line: bytes, number: int) -> LoggedCall:
         try:
-            call = read_call(self._decode(line, number), number)
+            raw = self._decode(line, number)
+            call = read_call(raw, number)
             for field_path, ids in _all_ids(call):
                 problem = self.check_ids(ids) if self.check_ids else None
                 if problem:
@@ -144,6 +152,8 @@ class LogReader:
             ) from error
         except InputError as error:
             raise LogError(str(self.path), number, str(error)) from error
+        assert isinstance(raw, dict)
+        self.ignored_keys.update(replace_surrogates(key) for key in raw if key not in _KEYS)
         return call
 
     def _decode(self, line: bytes, number: int) -> object:
@@ -338,6 +348,9 @@ def read_choice(raw: object, field_path: str, response_id: object = None, positi
         raise MessageError(
             f"{field_path}.logprobs", f"{len(logprobs)} entries", f"one for each of {len(ids)} token_ids"
         )
+    texts: TokenTexts = ()
+    if ids is None and logprobs is not None:
+        texts = read_token_texts(raw["logprobs"], f"{field_path}.logprobs")
     reason = raw.get("finish_reason")
     if not isinstance(reason, str | None):
         raise MessageError(f"{field_path}.finish_reason", reason, "a string or null")
@@ -350,6 +363,7 @@ def read_choice(raw: object, field_path: str, response_id: object = None, positi
         logprobs,
         replace_surrogates(reason or TRUNCATED),
         index=position if index is None else index,
+        token_texts=texts,
     )
 
 

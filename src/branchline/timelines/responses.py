@@ -162,6 +162,7 @@ def _join_two(one: _Answer, other: _Answer) -> _Answer | None:
         first if first.ids is not None else second,
         message=first.message if first.message.reasoning_content else second.message,
         logprobs=logprobs,
+        token_texts=first.token_texts or second.token_texts,
         finish_reason=(second if first.is_cut else first).finish_reason,
     )
     return _Answer(other.prompt_ids if one.prompt_ids is None else one.prompt_ids, output)
