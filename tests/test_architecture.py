@@ -40,8 +40,8 @@ LAYERS = [
 LAYER_OF = {package: index for index, packages in enumerate(LAYERS) for package in sorted(packages)}
 OPTIONAL_IMPORTS = {"torch", "transformers"}
 """Packages that `make test` does not install."""
-SEPARATE_ENVIRONMENTS = {"art", "mlflow"}
-"""Packages that tests use in an environment of their own."""
+SEPARATE_ENVIRONMENTS = {"agentcore_rl_toolkit", "art", "mlflow"}
+"""Packages that a make target installs for its own tests or benchmarks."""
 HEAVY_IMPORTS = {"torch", "ray", "transformers", "tokenizers", "jinja2"}
 
 

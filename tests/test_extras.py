@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tomllib
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,26 +16,51 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from branchline.core.extras import EXTRA_OF
+from tests.test_architecture import top_level_imports
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {
     "": ("branchline", "branchline.export.samples", "branchline.export.jsonl", "branchline.cli.main"),
-    "tokenizer": ("branchline.chat.generic.codec", "branchline.doctor"),
-    "renderers": ("branchline.chat.renderers_codec.codec",),
-    "serve": ("branchline.gateway.server", "branchline.engines.vllm", "branchline.engines.sglang"),
-    "loop": ("branchline.loop.agent_loop", "branchline.loop.tools.functions"),
-    "context": ("branchline.loop.context.documents",),
-    "mcp": ("branchline.loop.tools.mcp",),
-    "parquet": ("branchline.export.parquet",),
-    "ray": ("branchline.rollout.ray_cluster", "branchline.rollout.rollout"),
-    "hf": ("branchline.engines.hf",),
-    "smollm2": ("branchline.engines.smollm2", "branchline.gateway.server", "branchline.engines.hf"),
-    "train": ("branchline.train.trainer", "branchline.train.episodes"),
-    "demo": ("branchline.train.demo.demo", "branchline.train.demo.ablations"),
+    "serve": (
+        "branchline.chat.generic.codec",
+        "branchline.doctor",
+        "branchline.engines.sglang",
+        "branchline.engines.vllm",
+        "branchline.gateway.server",
+        "branchline.loop.agent_loop",
+        "branchline.rollout.ray_cluster",
+        "branchline.rollout.rollout",
+        "branchline.rollout.runners",
+        "branchline.rollout.transfer_queue",
+    ),
+    "train": (
+        "branchline.engines.hf",
+        "branchline.engines.smollm2",
+        "branchline.train.demo.ablations",
+        "branchline.train.demo.demo",
+        "branchline.train.episodes",
+        "branchline.train.trainer",
+    ),
+    "agent": (
+        "branchline.loop.context.documents",
+        "branchline.loop.tools.functions",
+        "branchline.loop.tools.mcp",
+        "docstring_parser",
+        "jsonschema",
+        "yaml",
+    ),
+    "ray": ("branchline.rollout.ray_cluster", "ray"),
+    "data": ("branchline.export.parquet",),
+    "images": ("branchline.chat.renderers_codec.codec", "branchline.chat.vision", "PIL.Image", "renderers"),
+    "otel": ("branchline.gateway.server", "branchline.gateway.tracing"),
 }
 """What a user of an extra imports."""
-NEEDS = {"hf": "torch", "smollm2": "gguf", "train": "torch", "demo": "matplotlib", "ray": "ray"}
-"""A package that not every environment of the tests has."""
+NEEDS = {"train": ("torch", "matplotlib"), "ray": ("ray",)}
+"""Packages that not every environment of the tests has."""
+TRACKERS = {"mlflow"}
+"""Packages for which a user's own option asks, by their names."""
 
 
 def own_requirements(extra: str) -> list[str]:
@@ -67,11 +93,8 @@ def installed_by(extra: str) -> set[str]:
     return {name for name, _ in found}
 
 
-@pytest.mark.parametrize("extra", MODULES)
-def test_an_extra_installs_what_its_modules_import(extra: str, tmp_path: Path) -> None:
-    needed = NEEDS.get(extra)
-    if needed is not None and find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
+def environment_of(extra: str, folder: Path) -> dict[str, str]:
+    """Variables of a process that has the packages of an extra and no others."""
     for name in installed_by(extra) - {"branchline"}:
         try:
             package = distribution(name)
@@ -79,12 +102,82 @@ def test_an_extra_installs_what_its_modules_import(extra: str, tmp_path: Path) -
             continue
         for entry in {file.parts[0] for file in package.files or ()} - {".."}:
             with suppress(FileExistsError):
-                (tmp_path / entry).symlink_to(str(package.locate_file(entry)))
+                (folder / entry).symlink_to(str(package.locate_file(entry)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])}
+
+
+@pytest.mark.parametrize("extra", MODULES)
+def test_an_extra_installs_what_its_modules_import(extra: str, tmp_path: Path) -> None:
+    for needed in NEEDS.get(extra, ()):
+        if find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
     imports = "; ".join(f"import {module}" for module in MODULES[extra])
     result = subprocess.run(
         [sys.executable, "-S", "-c", imports],  # -S: without site-packages
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
+        env=environment_of(extra, tmp_path),
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
+
+
+AGENT = """
+import json
+from urllib.request import Request, urlopen
+
+def run(task, session):
+    body = {"model": "any", "messages": [{"role": "user", "content": task["prompt"]}]}
+    headers = {"authorization": f"Bearer {session.api_key}", "content-type": "application/json"}
+    urlopen(Request(f"{session.base_url}/chat/completions", json.dumps(body).encode(), headers)).read()
+
+def score(task, trajectory):
+    return trajectory.answer == "You said: hello"
+"""
+
+
+def test_a_function_is_run_on_tasks_with_the_serve_extra_alone(tmp_path: Path) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "prompt": "hello"}\n')
+    agent = "--agent my_agent:run --reward my_agent:score"
+    program = "import sys; from branchline.cli.main import main; sys.exit(main())"
+    for command in (
+        f"run tasks.jsonl {agent} --engine scripted --out runs/first --json",
+        "stats runs/first --json",
+    ):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-S",
+                "-c",
+                program,
+                *command.split(),
+            ],
+            env=environment_of("serve", tmp_path / "packages"),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["reward_mean"] == 1.0
+
+
+def test_every_optional_import_is_in_the_table_with_the_extra_that_declares_it() -> None:
+    base = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    distributions = packages_distributions()
+    imported = {name for file in (ROOT / "src").rglob("*.py") for name in top_level_imports(file)}
+    optional = {
+        name
+        for name in imported - {"branchline", *TRACKERS, *sys.stdlib_module_names}
+        if base.isdisjoint(map(canonicalize_name, distributions.get(name, [name])))
+    }
+    assert optional <= EXTRA_OF.keys()
+    for package, extra in EXTRA_OF.items():
+        names = {canonicalize_name(name) for name in distributions.get(package, [package.replace("_", "")])}
+        declared = {canonicalize_name(Requirement(text).name) for text in own_requirements(extra)}
+        assert names & declared, (package, extra)
+
+
+def test_the_extras_are_few() -> None:
+    assert {*EXTRA_OF.values(), "dev"} == set(PROJECT["optional-dependencies"])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.measure import BenchmarkTable, best_cpu_s, format_ms
+from branchline.core.extras import install_line
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import SamplingParams
 
@@ -38,7 +39,7 @@ def tables() -> list[BenchmarkTable]:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         report = BenchmarkTable("The embedded engine", ["not measured"])
-        report.add_row(f"{' and '.join(missing)} not installed: pip install 'branchline[hf]'")
+        report.add_row(f"{' and '.join(missing)} not installed: {install_line('train')}")
         return [report]
     import torch
 

@@ -272,7 +272,8 @@ if not typing.TYPE_CHECKING:  # a checker would take any name for defined
     def __getattr__(name: str) -> object:
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"branchline.{_MODULE_OF[name]}"), name)
+        with importlib.import_module("branchline.core.extras").requires_extra():
+            value = getattr(importlib.import_module(f"branchline.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import VOCABULARY_PADDING, TokenizerDir
-from branchline.core.errors import CodecError, InputError
+from branchline.core.errors import CodecError, InputError, MissingExtraError
+from branchline.core.extras import install_line
 from branchline.core.token_arrays import as_ids
 from tests.chat.harness import HELLO_MERGES, save_byte_level
 from tests.core.fake_hub import fake_hub
@@ -199,7 +201,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(CodecError, match=r"pip install 'branchline\[tokenizer\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_line("serve"))):
         TokenizerDir.open(directory)
 
 

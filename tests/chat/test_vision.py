@@ -31,7 +31,7 @@ from branchline.core.token_arrays import Ids, as_ids
 from branchline.tree.tree import decode_record, encode_record
 from tests.chat.families import load_tokenizer
 
-pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'branchline[vision]'")
+pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install -e '.[images]'")
 
 
 def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
@@ -51,7 +51,7 @@ def image_message(*parts: str | Media, role: Any = "user") -> Message:
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
 def codec(request: pytest.FixtureRequest) -> RenderersCodec:
-    pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
+    pytest.importorskip("renderers", reason="renderers is not installed: pip install -e '.[images]'")
     return RenderersCodec(load_tokenizer("qwen3"), request.param)
 
 

@@ -144,7 +144,7 @@ def test_every_command_takes_a_name(
 
 
 def test_limits_of_the_embedded_engine_are_options(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
+    pytest.importorskip("torch", reason="torch is not installed: make test-hf")
     from tests.engines.tiny_model import tiny_model
 
     save_byte_level(tmp_path, chat_template="{{ messages }}")

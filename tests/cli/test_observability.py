@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from branchline.cli.observability import is_exporter_configured
+from branchline.core.extras import install_line
 from tests.cli.harness import served_gateway
 from tests.gateway.otel import OtlpReceiver
 
@@ -100,4 +101,4 @@ def test_opentelemetry_is_imported_only_if_needed(endpoint: str, hidden: bool, p
     code = CONFIGURE_CODE.format(hidden=hidden)
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.stdout.strip() == printed, done.stderr
-    assert ("pip install 'branchline[otel]'" in done.stderr) == hidden
+    assert (install_line("otel") in done.stderr) == hidden

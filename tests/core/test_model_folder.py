@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import huggingface_hub
 import pytest
 
 from branchline.core.errors import InputError, MissingExtraError
+from branchline.core.extras import install_line
 from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
 from tests.core.fake_hub import fake_hub, use_cache
 
@@ -168,7 +170,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MissingExtraError, match=r"pip install 'branchline\[tokenizer\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_line("serve"))):
         find_model_folder(NAME)
 
 

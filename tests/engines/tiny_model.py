@@ -15,7 +15,7 @@ import pytest
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Engine, SamplingParams
 
-SKIP_REASON = "torch and transformers are not installed: pip install 'branchline[hf]'"
+SKIP_REASON = "torch and transformers are not installed: make test-hf"
 torch = pytest.importorskip("torch", reason=SKIP_REASON)
 transformers = pytest.importorskip("transformers", reason=SKIP_REASON)
 hf = pytest.importorskip("branchline.engines.hf", reason=SKIP_REASON)

@@ -24,6 +24,7 @@ from branchline.core.errors import (
     JournalError,
     SessionError,
 )
+from branchline.core.extras import install_line
 from branchline.core.message import Message, ToolCall
 from branchline.core.sample import ExportReport
 from branchline.engines.scripted import ScriptedEngine, replies
@@ -404,7 +405,7 @@ def test_without_the_serve_extra_the_error_names_the_pip_command() -> None:
         "except ImportError as error: print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "httptools is not installed: pip install 'branchline[serve]'\n"
+    assert ran.stdout == f"httptools is not installed: {install_line('serve')}\n"
 
 
 def test_150_concurrent_calls() -> None:

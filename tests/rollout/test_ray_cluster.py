@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import branchline
 from branchline.cli.main import main
 from branchline.core.errors import InputError
+from branchline.core.extras import install_line
 from branchline.rollout.ray_cluster import ClusterNode, RayConfig, place_gateways
 from branchline.rollout.session_result import EndCause
 
@@ -72,7 +73,7 @@ def test_without_ray_the_error_names_the_pip_command(tmp_path: Path) -> None:
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "ray is not installed: pip install 'branchline[ray]'\n"
+    assert done.stdout == f"ray is not installed: {install_line('ray')}\n"
 
 
 def test_the_guide_names_only_options_and_causes_that_exist(capsys: pytest.CaptureFixture[str]) -> None:

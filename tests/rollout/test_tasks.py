@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchline.core.errors import InputError, MissingExtraError
+from branchline.core.extras import install_line
 from branchline.rollout.session_result import SessionJob
 from branchline.rollout.tasks import RolloutTask, read_tasks, task_digest
 from branchline.runtime.session_store import _is_valid_id
@@ -54,7 +56,7 @@ def test_a_dataset_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dataset_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'branchline\[datasets\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_line("data"))):
         read_tasks("org/set")
 
 

@@ -97,5 +97,5 @@ def test_an_unknown_or_missing_tracker_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(InputError, match="report_to: got 'tensorboard', expected one of trackio"):
         MetricsLog(tmp_path, ("tensorboard",))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "trackio", None)  # type: ignore[arg-type]
-    with pytest.raises(MissingExtraError, match="pip install trackio"):
+    with pytest.raises(MissingExtraError, match=r"pip install trackio$"):
         MetricsLog(tmp_path, ("trackio",))

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.core.errors import CodecError
+from branchline.core.extras import requires_extra
 from branchline.core.model_folder import find_model_folder, model_name
 from branchline.core.reader import replace_surrogates
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
@@ -27,7 +28,6 @@ from branchline.core.token_arrays import NO_IDS, Ids, as_ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_INSTALL = "pip install 'branchline[tokenizer]'"
 _SENTENCEPIECE_SPACE = "\u2581"
 """The character that sentencepiece vocabularies use for a space."""
 _PIECE_IDS = 1 << 13
@@ -142,10 +142,8 @@ class TokenizerDir:
         path = find_model_folder(path)
         # The fast method encodes batches; a thread pool would not help a batch of one and warns after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        try:
+        with requires_extra():
             from tokenizers import Tokenizer
-        except ImportError as error:
-            raise CodecError(f"{path}: needs the tokenizers package: {_INSTALL}") from error
         raw = _read_bytes(path / "tokenizer.json")
         try:
             file = msgspec.json.decode(raw, type=_TokenizerFile)

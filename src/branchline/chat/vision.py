@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError, TemplateError
+from branchline.core.extras import requires_extra
 from branchline.core.message import Media, Message
 from branchline.core.token_arrays import Ids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_INSTALL = "images need Pillow: pip install 'branchline[vision]'"
 _MAX_CACHED_SIZES = 65536
 _MAX_ASPECT_RATIO = 200
 _QWEN_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen3VLImageProcessor")
@@ -336,10 +336,8 @@ def _unsupported(index: int, media: Media, model: str, reason: str = "") -> Code
 
 
 def _import_pillow() -> Any:
-    try:
+    with requires_extra():
         import PIL.Image
-    except ImportError as error:
-        raise CodecError(_INSTALL) from error
     return PIL.Image
 
 

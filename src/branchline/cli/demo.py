@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from branchline.core.errors import InputError, MissingExtraError
+from branchline.core.errors import InputError
 
 _DESCRIPTION = """\
 Trains a tiny language model (0.56 million weights, part of the package) on a task, on a CPU, in minutes.
@@ -61,15 +61,8 @@ def run(options: argparse.Namespace) -> str:
                 raise InputError(
                     f"--{name.replace('_', '-')}: expected none with --resume: a run keeps its own"
                 )
-    try:
-        from branchline.train.demo.demo import DemoSettings, run_demo
-    except MissingExtraError:
-        raise
-    except ImportError as error:
-        raise InputError(
-            f"branchline demo needs torch and transformers ({error.name} is missing): "
-            "pip install 'branchline[demo]'"
-        ) from error
+    from branchline.train.demo.demo import DemoSettings, run_demo
+
     given = {name: getattr(options, name) for name in ("seed", "steps") if getattr(options, name) is not None}
     folder = options.resume or options.run_folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     console = Console(file=sys.stderr if options.json else None)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from branchline.chat.base import Codec
 from branchline.cli.engine_options import ENGINE_KEY_ENV, OPENAI_KEY_ENV, UPSTREAM_KEY_ENV_PREFIX
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError, MissingExtraError
+from branchline.core.extras import requires_extra
 from branchline.core.model_folder import MODEL_FILES, find_model_folder
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
@@ -143,13 +144,11 @@ def _load_renderers_codec(
 
 def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
     try:
-        from branchline.engines.hf.engine import HfEngine
-        from branchline.engines.hf.scheduler import HfConfig
-    except ImportError as error:
-        raise InputError(
-            f"--engine hf needs torch and transformers ({error.name} is missing): "
-            "pip install 'branchline[hf]'; --engine scripted needs neither"
-        ) from error
+        with requires_extra():
+            from branchline.engines.hf.engine import HfEngine
+            from branchline.engines.hf.scheduler import HfConfig
+    except MissingExtraError as error:
+        raise InputError(f"--engine hf: {error} (--engine scripted needs no model)") from error
     from branchline.engines.smollm2 import smollm2_folder
 
     # Found once, so that codec and engine use the same commit.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from branchline import __version__
 from branchline.cli import demo, doctor, export_run, journal, merge, run, serve, stats, train, tree
 from branchline.core.errors import BranchlineError
+from branchline.core.extras import requires_extra
 
 _DESCRIPTION = """\
 Records the LLM calls of agents as exact tokens and turns them into training samples in which every sampled
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     execute: Callable[[argparse.Namespace], str | tuple[str, int]] = options.run
     try:
-        output = execute(options)
+        with requires_extra():
+            output = execute(options)
         text, code = output if isinstance(output, tuple) else (output, 0)
         _write(text)
     except BranchlineError as error:

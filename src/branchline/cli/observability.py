@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from branchline.core.extras import install_line
+
 if TYPE_CHECKING:  # Tracing needs the `otel` extra
     from branchline.gateway.tracing import Tracing
     from branchline.runtime.call_record import CallObserver
@@ -67,7 +69,7 @@ def configure_observability(options: argparse.Namespace) -> Observability:
         from branchline.gateway.tracing import Tracing
     except ImportError as error:
         # These variables are often set for a whole machine, so a missing package is not an error.
-        log.warning("no traces: %s is missing, pip install 'branchline[otel]'", error.name)
+        log.warning("no traces: %s is missing, %s", error.name, install_line("otel"))
         return Observability((log_call,))
     tracing = Tracing.from_environment()
     return Observability((log_call, tracing.record_call), tracing)

@@ -133,16 +133,10 @@ def add_train(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> str | tuple[str, int]:
     """Trains; a line for each step goes to stdout, or to stderr with --json."""
-    try:
-        from branchline.train.trainer import Trainer
-    except ImportError as error:
-        raise InputError(
-            f"branchline train needs torch and transformers ({error.name} is missing): "
-            "pip install 'branchline[train]'"
-        ) from error
     from branchline.rollout.runners import DispatchRunner, select_runner
     from branchline.rollout.tasks import read_tasks
     from branchline.train.demo import MODEL_FOLDER
+    from branchline.train.trainer import Trainer
 
     if options.resume and options.run_folder is None:
         raise InputError("--resume: got no --run-folder, expected the folder of the run to continue")

@@ -34,8 +34,7 @@ Messages state the key, the value and the expectation. Only the gateway knows HT
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -262,25 +261,6 @@ def raise_errors(what_failed: str, errors: Sequence[BaseException]) -> None:
         raise errors[0]
     if errors:
         raise BaseExceptionGroup(what_failed, errors)
-
-
-@contextmanager
-def requires_extra(extra: str) -> Iterator[None]:
-    """Raises MissingExtraError, with the pip command, if an import in the block finds no such package.
-
-    >>> with requires_extra("serve"):
-    ...     import httptoolz
-    Traceback (most recent call last):
-    branchline.core.errors.MissingExtraError: httptoolz is not installed: pip install 'branchline[serve]'
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("branchline"):
-            raise
-        package = error.name.partition(".")[0]
-        message = f"{package} is not installed: pip install 'branchline[{extra}]'"
-        raise MissingExtraError(message, name=package) from error
 
 
 class ExportError(BranchlineError):

@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from branchline.core.errors import InputError, requires_extra
+from branchline.core.errors import InputError
+from branchline.core.extras import requires_extra
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -68,7 +69,7 @@ def model_name(folder: Path) -> str:
 
 def _fetch(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     """Returns the snapshot folder of the cache, after fetching the files that are missing in it."""
-    with requires_extra("tokenizer"):
+    with requires_extra():
         from huggingface_hub import snapshot_download
     try:
         cached = _cached_commit(repo, revision)

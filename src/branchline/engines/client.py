@@ -21,16 +21,16 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from branchline.core.errors import EngineError, EngineUnavailableError, InputError, requires_extra
+from branchline.core.errors import EngineError, EngineUnavailableError, InputError
+from branchline.core.extras import requires_extra
 from branchline.engines.error_responses import error_from_response
 
-with requires_extra("serve"):
+with requires_extra():
     import httptools
 
 # A control endpoint with such a response does not exist, or is not open to us.
 UNSUPPORTED_STATUSES = frozenset({401, 403, 404, 405, 501})
-# An idle connection is not used again shortly before a server closes it: uvicorn, which vLLM and SGLang run
-# on, does after 5 s. A request that meets the close could have been read or not.
+# Shorter than uvicorn's 5 s: a request that meets the close of its connection may or may not be read.
 MAX_KEEPALIVE_CONNECTIONS, KEEPALIVE_EXPIRY_S = 256, 4.0
 
 

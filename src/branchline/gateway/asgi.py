@@ -30,6 +30,7 @@ from branchline.core.errors import (
     InputError,
     JournalError,
     MessageError,
+    MissingExtraError,
     SessionError,
 )
 from branchline.gateway.protocols.base import CONTEXT_LENGTH_EXCEEDED, ErrorInfo, StreamEncoder
@@ -88,7 +89,7 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
         headers = {"retry-after": "1"} if error.kind == "busy" else {"x-should-retry": "false"}
     elif isinstance(error, BodyTooLargeError):
         status = 413
-    elif isinstance(error, InputError | CodecError | EngineInputError):
+    elif isinstance(error, InputError | CodecError | EngineInputError | MissingExtraError):
         status = 400
         code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, ContextLengthError) else None
     elif isinstance(error, ExportError):

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from branchline.core.errors import GatewayError, InputError, requires_extra
+from branchline.core.errors import GatewayError, InputError
+from branchline.core.extras import requires_extra
 from branchline.core.reward import RewardData
 from branchline.export.jsonl import replace_file
 from branchline.gateway.config import GatewayConfig
@@ -109,7 +110,7 @@ class RayCluster:
 
     def __init__(self, make_engine: MakeEngine, config: RayConfig) -> None:
         """`make_engine` is called in the process of each gateway. Raises MissingExtraError without ray."""
-        with requires_extra("ray"):
+        with requires_extra():
             import ray
         self._ray = ray
         self._make_engine = make_engine

@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from branchline.core.errors import InputError, requires_extra
+from branchline.core.errors import InputError
+from branchline.core.extras import requires_extra
 from branchline.loop.task import to_lists
 
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,95}")
@@ -153,7 +154,7 @@ def _read_lines(path: Path) -> Iterable[Any]:
 
 
 def _read_parquet(path: Path) -> Iterable[Any]:
-    with requires_extra("parquet"):
+    with requires_extra():
         import pyarrow as pa
         import pyarrow.parquet as pq
     try:
@@ -165,7 +166,7 @@ def _read_parquet(path: Path) -> Iterable[Any]:
 
 
 def _load_dataset(name: str, split: str) -> Iterable[Any]:
-    with requires_extra("datasets"):
+    with requires_extra():
         datasets: Any = importlib.import_module("datasets")
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, split=split)

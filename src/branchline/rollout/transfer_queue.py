@@ -28,7 +28,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from branchline.core.errors import SessionRefusedError, requires_extra
+from branchline.core.errors import SessionRefusedError
+from branchline.core.extras import requires_extra
 from branchline.core.option_checks import check_count
 from branchline.core.sample import Sample
 from branchline.export.credit import token_rewards
@@ -261,7 +262,7 @@ class TransferQueueSink:
         if max_rows is not None:
             check_count("max_rows", max_rows)
         if queue is None:
-            with requires_extra("transferqueue"):
+            with requires_extra():
                 queue = importlib.import_module("transfer_queue")
         self._queue: Any = queue
         self._partition = partition
@@ -335,7 +336,7 @@ class TransferQueueSink:
 
 def to_tensordict(rows: Sequence[QueueRow]) -> Any:
     """Returns rows as one TensorDict: arrays as jagged tensors, everything else as it is."""
-    with requires_extra("transferqueue"):
+    with requires_extra():
         torch: Any = importlib.import_module("torch")
         tensordict: Any = importlib.import_module("tensordict")
     columns: dict[str, Any] = {}

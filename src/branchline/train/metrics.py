@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from branchline.core.errors import InputError, MissingExtraError
+from branchline.core.extras import pip_install
 
 log = logging.getLogger("branchline.train")
 METRICS_FILE = "metrics.jsonl"
@@ -120,5 +121,5 @@ def _open_tracker(name: str) -> _InitTracker | _MlflowTracker:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise MissingExtraError(f"report_to {name!r} needs a package: pip install {name}") from error
+        raise MissingExtraError(f"report_to {name!r} needs a package: {pip_install()} {name}") from error
     return _MlflowTracker(module) if name == "mlflow" else _InitTracker(module)

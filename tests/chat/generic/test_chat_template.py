@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,8 @@ from branchline import Message, ToolCall
 from branchline.chat.generic.chat_template import ChatTemplate
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.generic.template_probe import probe_template_traits
-from branchline.core.errors import CodecError, TemplateError
+from branchline.core.errors import CodecError, MissingExtraError, TemplateError
+from branchline.core.extras import install_line
 from branchline.core.message import Media
 from tests.chat.families import FAMILIES, load_codec
 from tests.chat.harness import save_byte_level, user
@@ -96,7 +98,7 @@ def test_a_template_that_does_not_compile_is_reported_with_its_directory(tmp_pat
 
 def test_a_missing_jinja2_is_reported_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(CodecError, match=r"pip install 'branchline\[tokenizer\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_line("serve"))):
         ChatTemplate(PLAIN)
 
 

@@ -39,7 +39,7 @@ from branchline.timelines.causes import Cause
 from tests.chat.families import load_tokenizer
 from tests.chat.harness import without_whitespace
 
-pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
+pytest.importorskip("renderers", reason="renderers is not installed: pip install -e '.[images]'")
 
 REAL = {"deepseek_v3": "deepseek_v3", "qwen3": "qwen3", "llama_3": "llama3_2"}
 """Families whose own tokenizer is available."""

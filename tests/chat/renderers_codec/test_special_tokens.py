@@ -14,7 +14,7 @@ from branchline.core.token_arrays import as_ids
 from tests.chat.families import load_tokenizer
 from tests.chat.harness import assistant, save_sentencepiece, user
 
-pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
+pytest.importorskip("renderers", reason="renderers is not installed: pip install -e '.[images]'")
 
 REAL = {"deepseek_v3": "deepseek_v3", "qwen3": "qwen3", "llama_3": "llama3_2"}
 families = pytest.mark.parametrize("family", REAL)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
+pytest.importorskip("torch", reason="torch is not installed: make test-hf")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
+pytest.importorskip("torch", reason="torch is not installed: make test-hf")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
 from branchline.engines.base import SamplingParams
 from branchline.engines.hf.decode_graphs import DecodeGraphs

@@ -12,8 +12,8 @@ from branchline.core.errors import EngineError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
+pytest.importorskip("torch", reason="torch is not installed: make test-hf")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
 from branchline.engines.hf.kv_cache import BatchKvCache
 from tests.engines.tiny_model import (

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
+pytest.importorskip("torch", reason="torch is not installed: make test-hf")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
 from branchline.engines.hf import sampling
 from branchline.engines.hf.job import Job

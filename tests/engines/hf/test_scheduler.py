@@ -9,8 +9,8 @@ import pytest
 from branchline.core.errors import EngineInputError
 from branchline.core.token_arrays import as_ids
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
+pytest.importorskip("torch", reason="torch is not installed: make test-hf")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-hf")
 
 from branchline.engines.hf import scheduler
 from branchline.engines.hf.decode_graphs import DecodeGraphs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from branchline.chat.toy import ToyCodec
 from branchline.core.errors import MissingExtraError
+from branchline.core.extras import install_line
 from branchline.core.message import Message
 from branchline.loop.context import documents
 from branchline.loop.context.context_loop import CONTEXT_TOOLS
@@ -246,5 +248,5 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
     monkeypatch.setitem(sys.modules, "tantivy", None)
     monkeypatch.delitem(sys.modules, "branchline.loop.context.documents")
-    with pytest.raises(MissingExtraError, match=r"pip install 'branchline\[context\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_line("agent"))):
         importlib.import_module("branchline.loop.context.documents")

@@ -21,6 +21,7 @@ from branchline.chat.base import ChatTemplateKwargs, Tools
 from branchline.chat.generic.tool_schemas import completed_tools
 from branchline.core.call import CachedJsonDict
 from branchline.core.errors import CodecError, TemplateError
+from branchline.core.extras import requires_extra
 
 if TYPE_CHECKING:
     import jinja2
@@ -286,12 +287,10 @@ def to_json(
 
 
 def _compile_jinja(source: str) -> jinja2.Template:
-    try:
+    with requires_extra():
         import jinja2
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise CodecError("chat templates need jinja2: pip install 'branchline[tokenizer]'") from error
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_extension()]

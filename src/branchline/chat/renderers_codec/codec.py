@@ -48,10 +48,10 @@ from branchline.chat.vision import (
 )
 from branchline.core.call import ToolList
 from branchline.core.errors import CodecError, TemplateError
+from branchline.core.extras import requires_extra
 from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
 
-_INSTALL = "pip install 'branchline[renderers]'"
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}
 """Roles that renderers drop silently, and the roles that replace them."""
 
@@ -243,10 +243,8 @@ class RenderersCodec(TokenizerCodec):
         return self._renderers[key]
 
     def _create_renderer(self, kwargs: ChatTemplateKwargs) -> Any:
-        try:
+        with requires_extra():
             package = import_module("renderers")
-        except ImportError as error:
-            raise CodecError(f"{self.name}: needs the renderers package: {_INSTALL} ({error})") from error
         prefix = self._family_config.class_prefix
         config_class = getattr(package, f"{prefix}RendererConfig")
         unknown = kwargs.keys() - config_class.template_field_names()

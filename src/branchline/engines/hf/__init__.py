@@ -8,9 +8,9 @@ next turn. Before the first request, `compatibility` checks that the model can b
 `attention` replaces its attention function.
 """
 
-from branchline.core.errors import requires_extra
+from branchline.core.extras import requires_extra
 
-with requires_extra("hf"):
+with requires_extra():
     from branchline.engines.hf.engine import HfEngine
     from branchline.engines.hf.scheduler import HfConfig, HfStats
 

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import xxhash
 
-from branchline.core.errors import InputError, requires_extra
+from branchline.core.errors import InputError
+from branchline.core.extras import requires_extra
 
-with requires_extra("context"):
+with requires_extra():
     import tantivy
 
 MAX_SEARCH_RESULTS = 20

@@ -11,18 +11,17 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from branchline.core.errors import InputError, requires_extra
+from branchline.core.errors import InputError
+from branchline.core.extras import requires_extra
 from branchline.core.message import canonical_json
 from branchline.core.reader import replace_surrogates_deep
 from branchline.loop.tools.base import Tool
 
-with requires_extra("loop"):
-    from jsonschema.exceptions import SchemaError, ValidationError
+if TYPE_CHECKING:  # imported late below: a rollout of other agents needs no tools
+    from jsonschema.exceptions import ValidationError
     from jsonschema.protocols import Validator
-    from jsonschema.validators import Draft202012Validator, validator_for
-    from referencing import Registry
 
 _MAX_SHOWN_PROBLEMS = 3
 _MAX_SHOWN_CHARACTERS = 200
@@ -57,6 +56,8 @@ def argument_validator(tool: Tool) -> Validator:
             f"schema of tool {tool.name!r}: got {schema!r}, "
             f"expected {{'type': 'function', 'function': {{'name': {tool.name!r}, …}}}}"
         )
+    with requires_extra():
+        from jsonschema.exceptions import SchemaError
     try:
         return _cached_validator(canonical_json(function.get("parameters") or {}))
     except (SchemaError, TypeError, ValueError) as error:
@@ -78,6 +79,9 @@ def argument_problems(validator: Validator, arguments: Mapping[str, Any]) -> str
 @lru_cache(_CACHED_SCHEMAS)
 def _cached_validator(schema_json: bytes) -> Validator:
     """Building a validator takes a hundred times as long as using it, and every trajectory needs one."""
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from referencing import Registry
+
     schema = json.loads(schema_json)
     kind = validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)

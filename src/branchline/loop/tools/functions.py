@@ -27,13 +27,11 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from branchline.core.errors import InputError, requires_extra
+from branchline.core.errors import InputError
+from branchline.core.extras import requires_extra
 from branchline.core.message import canonical_json
 from branchline.loop.timeouts import run_in_thread
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema, to_tool_result
-
-with requires_extra("loop"):
-    import docstring_parser
 
 Function = Callable[..., Any]
 _CONSTRAINTS = ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length")
@@ -236,6 +234,9 @@ def read_docstring(doc: str) -> tuple[str, dict[str, str]]:
     >>> read_docstring("Finds pages.\\n\\nArgs:\\n    query: What to look for.")
     ('Finds pages.', {'query': 'What to look for.'})
     """
+    with requires_extra():
+        import docstring_parser
+
     parsed = docstring_parser.parse(doc)
     descriptions: dict[str, str] = {}
     for parameter in parsed.params:

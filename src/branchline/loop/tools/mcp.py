@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from branchline.core.errors import InputError, ToolError, ToolUnavailableError, requires_extra
+from branchline.core.errors import InputError, ToolError, ToolUnavailableError
+from branchline.core.extras import requires_extra
 from branchline.core.message import Media
 from branchline.loop.timeouts import describe_error, finish_despite_cancel
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema, media_from_bytes
@@ -36,7 +37,7 @@ from branchline.loop.tools.mcp_connection import (
     stdio_connection,
 )
 
-with requires_extra("mcp"):
+with requires_extra():
     from mcp import Client, StdioServerParameters, stdio_client, types
 
 T = TypeVar("T")

@@ -13,10 +13,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
-from branchline.core.errors import ToolError, requires_extra
+from branchline.core.errors import ToolError
+from branchline.core.extras import requires_extra
 from branchline.loop.timeouts import describe_error
 
-with requires_extra("mcp"):
+with requires_extra():
     import anyio
     import httpx2
     from mcp import Client, MCPError, types

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from branchline.core.errors import requires_extra
+from branchline.core.extras import requires_extra
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Curve:
 
 def check_matplotlib() -> None:
     """Raises MissingExtraError if no figure can be drawn; called before a long run that ends with one."""
-    with requires_extra("demo"):
+    with requires_extra():
         import matplotlib  # noqa: F401
 
 
