@@ -22,7 +22,13 @@ from branchline.timelines.causes import Cause
 from branchline.timelines.links import MergePolicy
 from branchline.tree.tree import Tree, decode_record, encode_record
 
-NOT_AGENT_CAUSES = (Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP, Cause.TEMPLATE_REWRITE)
+NOT_AGENT_CAUSES = (
+    Cause.UNKNOWN,
+    Cause.DRIFT,
+    Cause.OTHER_MODEL,
+    Cause.THINK_STRIP,
+    Cause.TEMPLATE_REWRITE,
+)
 PLANNED_CAUSES = [cause for cause in Cause if cause not in NOT_AGENT_CAUSES]
 
 seeds = st.integers(0, 2**32)

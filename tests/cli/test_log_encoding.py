@@ -251,6 +251,21 @@ def test_an_answer_whose_ids_another_line_has_is_not_encoded(
     assert len(json.loads(capsys.readouterr().out)["logged_twice"]) == 1
 
 
+def test_a_template_that_drops_the_thoughts_of_a_logged_text_is_the_cause_of_a_fork(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last_only = "m.content if loop.last else (m.content or '').split('</think>')[-1]"
+    folder = save_byte_level(
+        tmp_path / "model", chat_template=template(content=last_only), eos_token="<|end|>"
+    )
+    question, reply = raw_message("user", "q"), raw_message("assistant", "<think>hm</think>Done.")
+    lines = [log_line([question], reply), log_line([question, reply, question], "Yes.")]
+    log = tmp_path / "calls.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["merge", str(log), "--tokenizer", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["causes"] == {"think_strip": 1}
+
+
 @pytest.mark.parametrize("with_stop", [False, True])
 @pytest.mark.parametrize("tokens", [list("Done."), ["Do", "ne."]])
 def test_the_logprobs_of_a_text_are_used_if_its_tokens_are_the_encoded_ones(

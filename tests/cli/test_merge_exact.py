@@ -257,6 +257,15 @@ def test_two_models_are_never_one_row(merge: Merge) -> None:
     assert len(merge(same)[1]) == 1
 
 
+@pytest.mark.parametrize("options", [(), ("--inexact",)])
+def test_a_fork_between_two_models_has_that_cause(merge: Merge, options: tuple[str, ...]) -> None:
+    for lines in (TWO_MODELS, TWO_MODELS[::-1]):
+        assert merge(lines, "--rule", "model=*", *options)[0]["causes"] == {"other_model": 1}
+    # Where the client edited its history as well, that is the cause.
+    edited = named(log_line([V, FIRST, V], "second", [*PROMPT, 20, STOP, 60], [30, STOP]), "critic")
+    assert "other_model" not in merge([TWO_MODELS[0], edited], "--rule", "model=*")[0]["causes"]
+
+
 def test_samples_of_two_models_are_written_only_by_choice(merge: Merge) -> None:
     error = merge(TWO_MODELS, code=2)
     assert "the log has calls of 2 models (critic, policy); expected --train-model" in error

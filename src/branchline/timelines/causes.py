@@ -16,6 +16,7 @@ from functools import cached_property
 from branchline.core.call import Call, Delivery
 from branchline.core.context_edits import read_summary
 from branchline.core.sample import DropReason
+from branchline.timelines.alignment import has_reasoning
 from branchline.timelines.fork_signals import (
     ForkSignals,
     is_deletion,
@@ -57,6 +58,8 @@ class Cause(StrEnum):
     """The template renders an earlier message differently than before (moved system text, a folded reply)."""
     TOOLS_CHANGED = "tools_changed"
     """The same conversation with other tools or template arguments."""
+    OTHER_MODEL = "other_model"
+    """Foreign logs only: the same conversation, sent to another model."""
     DRIFT = "drift"
     """Foreign logs only: the same text, encoded again into other ids."""
     UNKNOWN = "unknown"
@@ -226,6 +229,8 @@ class _Classifier:
 
     def _classify_same_message(self, call: Call, other: Call, branch: Node, sibling: Node) -> Cause:
         """Classifies a branch whose message equals its sibling's, so that only the ids differ."""
+        if call.sampling.get("model") != other.sampling.get("model"):
+            return Cause.OTHER_MODEL
         if call.requested_config_digest != other.requested_config_digest:
             return Cause.TOOLS_CHANGED
         if call.agent not in (other.agent, self._main_agent):
@@ -237,7 +242,7 @@ class _Classifier:
             output = self._tree.nodes[branch.source_id]
         if output is None or not (call.prompt_tokens and other.prompt_tokens):
             return Cause.UNKNOWN
-        return Cause.THINK_STRIP if output.message.reasoning_content else Cause.DRIFT
+        return Cause.THINK_STRIP if has_reasoning(output.message) else Cause.DRIFT
 
     def _add_spawn_edge(self, spawn: Node | None, branch: Node) -> None:
         if spawn is not None:

@@ -259,6 +259,7 @@ class _TreeBuilder:
             requested_config_digest=call.request.prompt_config_digest,
             applied_equivalences=applied,
             reused_nodes=reused,
+            sampling={"model": call.model} if call.model else {},
             trainable=call.request.trainable,
         )
         self.tree.apply(TreeDelta((*new, *outputs), record))
