@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline import ExportPolicy, Message, Sample, Session, ToyCodec, Tree
+from branchline.core.call import Delivery
 from branchline.core.errors import InputError
 from branchline.core.message import Media
 from branchline.export.jsonl import sample_to_json
 from branchline.runtime.managed_session import SessionOptions
-from branchline.runtime.session_snapshot import SessionSnapshot
+from branchline.runtime.session_snapshot import SessionSnapshot, count_answered_calls
 from branchline.runtime.session_store import SessionStore
 from branchline.testing.plan_runner import PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator
 from branchline.tree.tree import encode_record
+from tests.timelines.test_causes import commit_reply
 from tests.tree.session_driver import SessionDriver, user
 
 
@@ -123,6 +125,16 @@ def test_evaluation_and_aborted_sessions_export_nothing_and_aborted_ones_have_fa
         assert not copy.trajectory().samples
         assert copy.trajectory().failed == (reason == "aborted")
     assert len(snapshot.export(include_aborted=True).samples) == 1
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_a_cut_answer_that_a_later_call_shows_was_answered(strip: bool) -> None:
+    session = Session("s", ToyCodec.chatml(strip_thinking=strip))
+    thought = Message("assistant", "Three.", reasoning_content="I count.")
+    cut = commit_reply(session, [user("p")], thought, delivery=Delivery.CANCELLED)
+    assert count_answered_calls(session.tree) == 0
+    commit_reply(session, [user("p"), cut, user("Go on.")], "Four.", delivery=Delivery.CANCELLED)
+    assert count_answered_calls(session.tree) == 1
 
 
 def test_a_managed_session_exports_through_its_snapshot_with_its_own_defaults() -> None:

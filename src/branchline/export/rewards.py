@@ -34,7 +34,7 @@ from branchline.core.errors import MessageError
 from branchline.core.reward import PART_KEYS, Reward, read_recorded_reward
 from branchline.core.sample import RewardSpan
 from branchline.timelines.causes import ForkReport, classify_forks
-from branchline.tree.tree import NO_NODE, Node, Tree
+from branchline.tree.tree import Node, Tree
 
 _MAX_SHOWN = 20
 """How many names an error lists."""
@@ -323,17 +323,12 @@ class RewardParts:
         return self._tools[key]
 
     def conversation(self, reward: Mapping[str, Any]) -> list[Node]:
-        """Returns the sampled nodes of the conversation whose turns a reward numbers. An answer that the
-        conversation repeats as context, after its template has dropped the reasoning, was sampled on another
-        branch."""
+        """Returns the sampled nodes of the conversation whose turns a reward numbers."""
         key = reward.get("timeline"), reward.get("agent")
         if key not in self._conversations:
             leaf = self._conversation_leaf(reward)
-            self._conversations[key] = [
-                node if node.is_sampled else self._tree.nodes[node.source_id]
-                for node in (leaf.path() if leaf is not None else ())
-                if node.is_sampled or node.source_id != NO_NODE
-            ]
+            answers = map(self._tree.answer_at, leaf.path() if leaf is not None else ())
+            self._conversations[key] = [answer for answer in answers if answer is not None]
         return self._conversations[key]
 
     def _conversation_leaf(self, reward: Mapping[str, Any]) -> Node | None:

@@ -133,7 +133,8 @@ class SampleStream:
         self._reward = session_reward(rewards) if reward is None else read_score(reward, "reward")
         fork_report = fork_report or classify_forks(tree)
         self._pruned = _pruned_nodes(tree, self.policy, fork_report)
-        self.leaves = _limit_leaves(_kept_leaves(tree, self._pruned), self.policy, fork_report.main_leaf)
+        kept = _kept_leaves(tree, self._pruned)
+        self.leaves = _limit_leaves(tree, kept, self.policy, fork_report.main_leaf)
         self.counts = _leaf_counts(tree, self.leaves, self._pruned)
         """For each trained node the number of samples through it."""
         self._has_rewards = bool(rewards)
@@ -376,7 +377,7 @@ def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:
     return leaves
 
 
-def _limit_leaves(leaves: list[Node], policy: ExportPolicy, main_leaf: Node | None) -> list[Node]:
+def _limit_leaves(tree: Tree, leaves: list[Node], policy: ExportPolicy, main_leaf: Node | None) -> list[Node]:
     """Returns at most `max_samples` leaves, always including the one that trains the last answer of the main
     history, or the last if that trains nothing."""
     limit = policy.max_samples
@@ -388,11 +389,8 @@ def _limit_leaves(leaves: list[Node], policy: ExportPolicy, main_leaf: Node | No
         while node is not None and node.id not in last_below:
             last_below[node.id] = leaf
             node = node.parent
-    answers = [
-        node.id if node.is_sampled else node.source_id
-        for node in reversed(main_leaf.path() if main_leaf is not None else ())
-    ]
-    main = next((last_below[answer] for answer in answers if answer in last_below), leaves[-1])
+    answers = map(tree.answer_at, reversed(main_leaf.path() if main_leaf is not None else ()))
+    main = next((last_below[one.id] for one in answers if one and one.id in last_below), leaves[-1])
     others = [leaf for leaf in leaves if leaf is not main]
     count = limit - 1
     if policy.keep == "last":

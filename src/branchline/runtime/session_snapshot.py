@@ -40,8 +40,10 @@ FORMAT = 1
 def count_answered_calls(tree: Tree) -> int:
     """Returns how many calls a client continued, or had answers that were neither cancelled nor lost on their
     way."""
+    repeated = {node for call in tree.calls for node in call.reused_nodes}
     return sum(
-        tree.delivery(call) not in UNDELIVERED or any(tree.nodes[node].children for node in call.outputs)
+        tree.delivery(call) not in UNDELIVERED
+        or any(tree.nodes[node].children or node in repeated for node in call.outputs)
         for call in tree.calls
     )
 

@@ -73,16 +73,24 @@ class Conversations:
         return found
 
     def _last(self, leaves: Sequence[Node], agent: str | None = None) -> Node | None:
-        """Returns the leaf with the latest delivered answer at or above it, of an agent if one is given; of
-        the choices of one call the continued one. Without any it is the leaf that ends last. The choices of
-        one call end at the same time; clients use the first."""
+        """Returns the leaf with the latest delivered answer at or above it, of an agent if one is given.
 
-        def order(leaf: Node) -> tuple[int, bool, int, int]:
-            last = self._last_delivered(leaf, agent)
+        Answers to one prompt are as late as the last of them, and of leaves with equally late answers the one
+        that ends last wins: it goes on from the answer that the client took. The choices of one call end at
+        the same time; clients use the first. Without any delivered answer it is the leaf that ends last.
+        """
+        answers = [self._last_delivered(leaf, agent) for leaf in leaves]
+        times: dict[Node | None, int] = {}
+        for answer in answers:
+            if answer is not None:
+                times[answer.parent] = max(times.get(answer.parent, 0), self._end(answer))
+
+        def order(entry: tuple[Node, Node | None]) -> tuple[int, int, int]:
+            leaf, answer = entry
             choice = 0 if leaf.output is None else leaf.output.choice_index
-            return NO_NODE if last is None else self._end(last), last is not leaf, self._end(leaf), -choice
+            return NO_NODE if answer is None else times[answer.parent], self._end(leaf), -choice
 
-        return max(leaves, key=order, default=None)
+        return max(zip(leaves, answers, strict=True), key=order, default=(None, None))[0]
 
     def _last_delivered(self, leaf: Node, agent: str | None) -> Node | None:
         """Returns the last delivered answer at or above a leaf, wherever it was sampled; for a prompt without
@@ -90,8 +98,8 @@ class Conversations:
         if leaf.id not in self._undelivered:
             return leaf
         for node in reversed(leaf.path()[:-1]):
-            answer = node if node.source_id == NO_NODE else self._tree.nodes[node.source_id]
-            if answer.is_sampled and agent in (None, answer.agent):
+            answer = self._tree.answer_at(node)
+            if answer is not None and agent in (None, answer.agent):
                 return answer
         return None
 

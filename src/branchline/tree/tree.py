@@ -213,6 +213,13 @@ class Tree:
             raise TreeError(f"node {node.id} was not sampled, so no call made it")
         return self.calls[node.output.call_index]
 
+    def answer_at(self, node: Node) -> Node | None:
+        """The answer that a node is, or repeats as context (it was sampled on another branch if a template
+        has dropped its reasoning, for example). None for other context."""
+        if node.is_sampled:
+            return node
+        return self.nodes[node.source_id] if node.source_id != NO_NODE else None
+
     def delivery(self, call: Call) -> Delivery:
         return self.deliveries.get(call.index, Delivery.PENDING)
 
