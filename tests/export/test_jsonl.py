@@ -51,6 +51,15 @@ def test_fields_of_older_files_are_ignored() -> None:
     assert sample_from_json({**sample_to_json(sample), "routed_experts": None}).calls == sample.calls
 
 
+@pytest.mark.parametrize("field", ["start", "end", "call", "node", "logprobs"])
+def test_an_answer_without_a_field_is_refused_as_in_parquet(field: str) -> None:
+    (sample,) = samples()
+    raw = sample_to_json(sample)
+    del raw["answers"][0][field]
+    with pytest.raises(InputError, match=rf"answers\[0\]: got no {field}, expected the fields start, end"):
+        sample_from_json(raw)
+
+
 def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text("before")

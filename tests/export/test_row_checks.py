@@ -262,10 +262,14 @@ def test_a_sample_of_a_response_is_checked_as_one_of_a_file() -> None:
             [{"start": 0, "end": 1, "nod": 2}],
             "answers[0].nod: got 2, expected one of the fields start",
         ),
-        ("answers", [{"end": 1}], "answers[0]: got no start, expected the fields start, end"),
         (
             "answers",
-            [{"start": 0, "end": 1, "logprobs": 3}],
+            [{"end": 1}],
+            "answers[0]: got no start, call, node, logprobs, expected the fields start, end",
+        ),
+        (
+            "answers",
+            [{"start": 0, "end": 1, "call": "c", "node": 1, "logprobs": 3}],
             "answers[0].logprobs: got 3, expected an object",
         ),
         (

@@ -31,7 +31,7 @@ from branchline.export.row_checks import check_row, refuse, refuse_first
 _REQUIRED_FIELDS = {
     "rewards": frozenset({"score", "start", "end"}),
     "media": frozenset({"kind", "digest"}),
-    "answers": frozenset({"start", "end"}),
+    "answers": frozenset({"start", "end", "call", "node", "logprobs"}),
     "logprobs": frozenset[str](),
 }
 """What older files have, too."""
@@ -89,8 +89,8 @@ def _read_struct(column: Column, struct: object, name: str) -> dict[str, Any]:
     known = {entry.name: entry for entry in column.fields}
     for other in struct.keys() - known.keys():
         refuse(f"{name}.{other}", struct[other], f"one of the fields {', '.join(known)}")
-    for missing in _REQUIRED_FIELDS[column.name] - struct.keys():
-        raise InputError(f"{name}: got no {missing}, expected the fields {', '.join(known)}")
+    if missing := [key for key in known if key in _REQUIRED_FIELDS[column.name] - struct.keys()]:
+        raise InputError(f"{name}: got no {', '.join(missing)}, expected the fields {', '.join(known)}")
     return {key: _read_value(known[key], value, f"{name}.") for key, value in struct.items()}
 
 
