@@ -110,7 +110,7 @@ warm-start: $(VENV)/.train ## make the model that the demo starts from, in runs/
 	$(BIN)/python -m branchline.train.demo.warm_start runs/warm-start
 
 train-smollm2: $(VENV)/.smollm2 ## train SmolLM2-135M to use two tools, on a GPU (minutes); writes runs/smollm2
-	$(BIN)/python -m examples.smollm2_gpu.train --out runs/smollm2
+	$(BIN)/python -m examples.smollm2_gpu.train --run-folder runs/smollm2
 	$(BIN)/python -m examples.smollm2_gpu.train --plot runs/smollm2
 
 example-tree: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its tree and causes; install a model for `serve`

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from branchline import ToyCodec
-from branchline.cli.main import build_parser
+from branchline.cli.main import parse_options
 from branchline.cli.merge import run as run_merge
 from branchline.core.token_arrays import as_ids
 from branchline.engines.scripted import replies
@@ -51,7 +51,7 @@ def test_every_check_is_a_row() -> None:
 def test_the_commands_of_the_page_are_valid() -> None:
     for command in re.findall(r"`branchline (merge[^`]*|serve[^`]*)`", PAGE):
         arguments = command.replace("'", "").split()
-        build_parser().parse_args([*arguments, "calls.jsonl"] if arguments[0] == "merge" else arguments)
+        assert parse_options(*arguments, *(["calls.jsonl"] if arguments[0] == "merge" else []))
 
 
 def test_the_command_with_the_defaults_of_agentjet_joins_what_it_joins(tmp_path: Path) -> None:
@@ -72,9 +72,7 @@ def merge(folder: Path, lines: list[dict[str, Any]], *options: str, balanced: bo
     """Runs `branchline merge --json`."""
     log = folder / "calls.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report: dict[str, Any] = json.loads(
-        run_merge(build_parser().parse_args(["merge", str(log), "--json", *options]))
-    )
+    report: dict[str, Any] = json.loads(run_merge(parse_options("merge", str(log), "--json", *options)))
     assert report["delivered_tokens"] == report["sampled_tokens"] or not balanced
     return report
 

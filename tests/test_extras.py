@@ -142,7 +142,7 @@ def test_a_function_is_run_on_tasks_with_the_serve_extra_alone(tmp_path: Path) -
     agent = "--agent my_agent:run --reward my_agent:score"
     program = "import sys; from branchline.cli.main import main; sys.exit(main())"
     for command in (
-        f"run tasks.jsonl {agent} --engine scripted --out runs/first --json",
+        f"run tasks.jsonl {agent} --engine scripted --run-folder runs/first --json",
         "stats runs/first --json",
     ):
         done = subprocess.run(

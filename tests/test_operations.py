@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from branchline.cli.main import build_parser
+from branchline.cli.main import parse_options
 from branchline.gateway.config import GatewayConfig
 
 OPERATIONS = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
@@ -25,7 +25,7 @@ def test_the_table_has_every_limit_with_its_default() -> None:
 
 
 def test_the_options_of_the_table_exist_and_have_the_same_default() -> None:
-    parsed = build_parser().parse_args(["serve"])
+    parsed = parse_options("serve").gateway
     for name, option, _ in ROW.findall(OPERATIONS):
         if option and hasattr(GatewayConfig, name):
             assert option == "--" + name.replace("_", "-")
@@ -34,7 +34,6 @@ def test_the_options_of_the_table_exist_and_have_the_same_default() -> None:
 
 def test_every_limit_that_is_an_option_is_in_the_table() -> None:
     options = {option for _, option, _ in ROW.findall(OPERATIONS)}
-    parsed = vars(build_parser().parse_args(["serve"]))
     for field in fields(GatewayConfig):
-        if field.name in parsed and field.name not in NOT_LIMITS:
+        if field.name not in NOT_LIMITS:
             assert "--" + field.name.replace("_", "-") in options

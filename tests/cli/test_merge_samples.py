@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.cli.main import build_parser, main
+from branchline.cli.main import main, parse_options
 from branchline.cli.merge import run
 from branchline.export.jsonl import read_jsonl
 from branchline.export.parquet import read_parquet
@@ -172,7 +172,7 @@ def test_whatever_drifted_the_account_is_what_the_samples_train(
             log, target = Path(folder, "calls.jsonl"), Path(folder, "samples.jsonl")
             log.write_text("".join(json.dumps(line) + "\n" for line in lines))
             arguments = ["merge", str(log), "--json", "--samples", str(target), *options]
-            report = json.loads(run(build_parser().parse_args(arguments)))
+            report = json.loads(run(parse_options(*arguments)))
             samples = list(read_jsonl(target))
         assert report["sampled_tokens"] == report["delivered_tokens"] == total
         assert round(sum(float(sample.shares.sum()) for sample in samples), 3) == total

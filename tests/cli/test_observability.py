@@ -79,10 +79,10 @@ CONFIGURE_CODE = """
 import sys
 if {hidden}:
     sys.modules["opentelemetry.sdk"] = None
-from branchline.cli.main import build_parser
+from branchline.cli.main import parse_options
 from branchline.cli.observability import configure_observability
 import branchline.gateway.server
-observability = configure_observability(build_parser().parse_args(["serve"]))
+observability = configure_observability(parse_options("serve").logs)
 print(observability.tracing is not None, "opentelemetry" in sys.modules)
 observability.close()
 """

@@ -19,9 +19,9 @@ TASKS = [{"id": "a", "prompt": "x"}]
     ("arguments", "error"),
     [
         (["--ray", "auto", "--engine", "hf"], "--ray: got --engine hf, expected --engine vllm, sglang"),
-        (["--gateways", "2"], "--gateways: got 2, expected --ray with it"),
-        (["--ray-runners", "2"], "--ray-runners: got 2, expected --ray with it"),
-        (["--ray-journals", "/x"], "--ray-journals: got /x, expected --ray with it"),
+        (["--gateways", "2"], "--gateways: got 2, expected it with --ray only"),
+        (["--ray-runners", "2"], "--ray-runners: got 2, expected it with --ray only"),
+        (["--ray-journals", "/x"], "--ray-journals: got '/x', expected it with --ray only"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_and_no_folder_is_made(
@@ -30,7 +30,7 @@ def test_options_that_do_not_fit_are_refused_and_no_folder_is_made(
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps(TASKS[0]) + "\n")
     out = tmp_path / "out"
-    given = ["run", str(tasks), "--agent", "single_turn", "--out", str(out), *arguments]
+    given = ["run", str(tasks), "--agent", "single_turn", "--run-folder", str(out), *arguments]
     if "--engine" not in arguments:
         given += ["--engine", "scripted"]
     assert main(given) == 2

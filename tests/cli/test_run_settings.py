@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from branchline.cli.agents import AgentOptions
+from branchline.cli.commands.run import RunOptions
+from branchline.cli.engine_options import EngineOptions
 from branchline.cli.main import main
+from branchline.cli.run_settings import describe_run
 
 AGENT = """
 import httpx
@@ -44,7 +48,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_tasks(*arguments: str, agent: str = "teller:run") -> int:
-    return main(["run", "tasks.jsonl", "--engine", "scripted", "--out", "out", "--agent", agent, *arguments])
+    return main(
+        ["run", "tasks.jsonl", "--engine", "scripted", "--run-folder", "out", "--agent", agent, *arguments]
+    )
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -81,10 +87,8 @@ REWARD = ("--reward", "teller:score")
             ("--session-options", '{"sampling": {"temperature": 0}}'),
             "session_options: this run has {}, got {'sampling': {'temperature': 0}}",
         ),
-        ((), ("--model", "m"), "model: this run has None, got 'm'"),
-        (("--tokenizer", "a"), ("--tokenizer", "b"), "tokenizer: this run has 'a', got 'b'"),
         ((), ("--default-max-tokens", "9"), "default_max_tokens: this run has None, got 9"),
-        ((), ("--tool-parser", "hermes"), "tool_parser: this run has None, got 'hermes'"),
+        ((), ("--require-reward",), "require_reward: this run has False, got True"),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused_by_name_and_changes_nothing(
@@ -104,6 +108,31 @@ def test_a_contradiction_is_refused_by_name_and_changes_nothing(
     assert run_tasks(*before, "--resume") == 0, "the settings that it began with still continue it"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model", "m"), ("tokenizer", "a"), ("tool_parser", "hermes"), ("reasoning_parser", "x"), ("codec", "x"),
+     ("family", "qwen3"), ("stop_id", ["7"]), ("no_stop_id", ["7"]), ("allow_special_tokens", True),
+     ("default_chat_template_kwargs", {"a": 1}), ("rule", ["train=no"])],
+)  # fmt: skip
+def test_a_run_with_another_engine_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, value: object
+) -> None:
+    assert run_tasks() == 0
+    file = folder / "out/run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    assert run_tasks("--resume") == 2
+    assert f"{name}: this run has {value!r}, got" in capsys.readouterr().err
+
+
+def test_the_address_of_an_engine_is_no_setting() -> None:
+    engines = [EngineOptions("vllm", engine_url=(url,)) for url in ("http://a", "http://b")]
+    described = [
+        describe_run(RunOptions(agents=AgentOptions("t"), engines=each), {}, None, None, None)
+        for each in engines
+    ]
+    assert described[0] == described[1]
+
+
 def test_all_contradictions_are_named_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_tasks() == 0
     assert run_tasks(*REWARD, "--samples", "parquet", "--resume", agent="teller:other") == 2
@@ -115,7 +144,7 @@ def test_all_contradictions_are_named_at_once(folder: Path, capsys: pytest.Captu
 def test_the_command_and_the_address_of_an_agent_are_settings(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["run", "tasks.jsonl", "--engine", "scripted", "--out", "out"]
+    arguments = ["run", "tasks.jsonl", "--engine", "scripted", "--run-folder", "out"]
     assert main([*arguments, "--command", "true"]) == 1
     assert main([*arguments, "--command", "false", "--resume"]) == 2
     assert "got {'': {'command': 'false'}}" in capsys.readouterr().err
@@ -138,7 +167,7 @@ def test_what_makes_a_run_faster_may_change(folder: Path) -> None:
     files = written(folder)
     changed = (
         *("--concurrency", "2", "--timeout-s", "9", "--retry", "connection=3", "--reward-workers", "2"),
-        *("--stop-after", "2", "--max-in-flight", "5", "--engine-url", "http://elsewhere:1", "--json"),
+        *("--stop-after", "2", "--max-in-flight", "5", "--json"),
     )
     assert run_tasks(*changed, "--resume") == 0
     assert written(folder) == files

@@ -5,23 +5,25 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from branchline.chat.base import NewMessage
 from branchline.chat.generic.codec import GenericCodec
-from branchline.cli.engine_options import default_max_tokens
+from branchline.cli.engine_options import EngineOptions, default_max_tokens
 from branchline.cli.engines import build_router
-from branchline.cli.main import build_parser, main
+from branchline.cli.main import main, parse_options
 from branchline.core.message import Message
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
+from branchline.gateway.config import GatewayConfig
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS
 from tests.chat.harmony import save_harmony
 from tests.chat.harness import save_byte_level
-from tests.cli.harness import serve_options, served_gateway
+from tests.cli.harness import served_gateway
 
 
 def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
         (["--engine", "scripted", "--rule", "engine=big"], "expected one of the named ones: none"),
         (["--engine", "scripted", "--upstream", "big"], "expected NAME=URL"),
         (["--engine", "scripted", "--no-auth", "--host", "0.0.0.0"], "expected loopback"),
-        (["--engine", "scripted", "--default-max-tokens", "0"], "default_max_tokens: got 0, expected 1"),
+        (["--engine", "scripted", "--default-max-tokens", "0"], "--default-max-tokens: got 0, expected 1"),
     ],
 )
 def test_missing_and_malformed_options_are_errors(
@@ -74,8 +76,8 @@ def test_stop_ids_are_set_and_removed(tmp_path: Path, capsys: pytest.CaptureFixt
     path = str(save_harmony(tmp_path))
     arguments = ["serve", "--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", path]
     changes = ["--stop-id", "<|end|>", "--stop-id", "7", "--no-stop-id", "<|call|>"]
-    options = build_parser().parse_args([*arguments, *changes])
-    codec, _ = build_router(options)
+    options = parse_options(*arguments, *changes)
+    codec, _ = build_router(options.engines)
     names = {codec.token_bytes(token).decode() for token in codec.stop_ids - {7}}
     assert 7 in codec.stop_ids
     assert names == {"<|return|>", "<|endoftext|>", "<|end|>"}
@@ -87,25 +89,24 @@ def test_default_template_arguments_are_set(tmp_path: Path, capsys: pytest.Captu
     option = "--default-chat-template-kwargs"
     arguments = ["serve", "--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer"]
     arguments.append(str(save_harmony(tmp_path)))
-    options = build_parser().parse_args([*arguments, option, '{"reasoning_effort": "high"}'])
-    codec, _ = build_router(options)
+    options = parse_options(*arguments, option, '{"reasoning_effort": "high"}')
+    codec, _ = build_router(options.engines)
     assert isinstance(codec, GenericCodec)
     assert codec.default_chat_template_kwargs == {"reasoning_effort": "high"}
     assert main([*arguments, "--codec", "renderers", "--family", "qwen3", option, '{"a": 1}']) == 2
     assert f"{option}: got {{'a': 1}}, expected none with --codec renderers" in capsys.readouterr().err
     for text in ("{", "[1]", "high"):
-        with pytest.raises(SystemExit):
-            main([*arguments, option, text])
+        assert main([*arguments, option, text]) == 2
         assert f"{option}: got {text!r}, expected a JSON object" in capsys.readouterr().err
 
 
 def test_help_shows_examples_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+    assert main(["serve", "--help-all"]) == 0
     text = capsys.readouterr().out
     assert "--engine vllm --engine-url" in text
     assert "OPENAI_BASE_URL" in text
-    assert "4096 if the engine does not report its size" in " ".join(text.split())
+    fallback = f"It is {FALLBACK_MAX_TOKENS} if the engine does not report its context length, and 512"
+    assert fallback in " ".join(text.split())
 
 
 # -- keys --------------------------------------------------------------------------------------------
@@ -118,15 +119,13 @@ KEYS = {
 }
 
 
-def _sent_keys(
-    monkeypatch: pytest.MonkeyPatch, variables: tuple[str, ...], **options: object
-) -> dict[str, str]:
+def _sent_keys(monkeypatch: pytest.MonkeyPatch, variables: tuple[str, ...], **options: Any) -> dict[str, str]:
     """The key that each server would receive if only these variables were set."""
     for name, value in KEYS.items():
         monkeypatch.delenv(name, raising=False)
         if name in variables:
             monkeypatch.setenv(name, value)
-    _, router = build_router(serve_options(**options))
+    _, router = build_router(EngineOptions(**options))
     engine = router.default_engine
     clients = {"main": getattr(engine.engines[0] if isinstance(engine, Replicas) else engine, "client", None)}
     for name in router.engine_names[1:]:
@@ -182,7 +181,7 @@ def test_limits_are_options() -> None:
 
 def test_a_limit_that_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--engine", "scripted", "--max-tools", "0"]) == 2
-    assert "max_tools: got 0, expected more than 0" in capsys.readouterr().err
+    assert "--max-tools: got 0, expected more than 0" in capsys.readouterr().err
 
 
 def test_default_max_tokens_limits_answers_without_a_limit() -> None:
@@ -230,11 +229,9 @@ def test_an_unfinished_request_does_not_prevent_stopping(drain_s: str, signals: 
     ("options", "expected"),
     [({}, 512), ({"default_max_tokens": 7}, 7), ({"model": "folder"}, None), ({"engine": "vllm"}, None)],
 )
-def test_only_the_built_in_model_has_a_default_limit(
-    options: dict[str, object], expected: int | None
-) -> None:
-    defaults: dict[str, object] = {"engine": "hf", "model": None, "default_max_tokens": None}
-    assert default_max_tokens(Namespace(**{**defaults, **options})) == expected
+def test_only_the_built_in_model_has_a_default_limit(options: dict[str, Any], expected: int | None) -> None:
+    config = GatewayConfig(default_max_tokens=options.pop("default_max_tokens", None))
+    assert default_max_tokens(EngineOptions(**options), config) == expected
 
 
 @pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])
@@ -242,8 +239,8 @@ def test_text_becomes_a_control_token_only_on_request(tmp_path: Path, flags: lis
     template = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"
     save_byte_level(tmp_path, chat_template=template)
     arguments = ["serve", "--engine", "vllm", "--engine-url", "http://127.0.0.1:1"]
-    options = build_parser().parse_args([*arguments, "--tokenizer", str(tmp_path), *flags])
-    codec, _ = build_router(options)
+    options = parse_options(*arguments, "--tokenizer", str(tmp_path), *flags)
+    codec, _ = build_router(options.engines)
     ids = codec.extend(
         (), [NewMessage(Message("user", "<|end|>"))], tools=(), chat_template_kwargs={}, history="template"
     ).ids.tolist()

@@ -39,7 +39,7 @@ def test_it_trains_the_demos_model_and_continues(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--resume"], "--resume: got no --run-folder"),
+        (["--resume"], "--resume: expected it with --run-folder only"),
         (["--max-batch-tokens", "0"], "max_batch_tokens: got 0, expected 1 or more"),
         (["--learning-rate", "-1"], "learning_rate: got -1, expected 0 or more"),
         (["--agent", "examples.rollout.script_agent:nothing"], "which cannot be loaded"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ import httpx
 import pytest
 from scripts.install_clients import PACKAGES
 
-from branchline.cli.serve import add_serve
+from branchline.cli.main import parse_options
 from tests.cli.harness import served_gateway
 from tests.clients.programs import kill_group
 from tests.clients.table import GUIDE
@@ -38,10 +37,8 @@ def serving(guide: str) -> list[str]:
 
 @pytest.mark.parametrize("guide", sorted(path.stem for path in GUIDES.glob("*.md")))
 def test_every_serve_command_of_the_guides_is_valid(guide: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_serve(parser.add_subparsers())
     for line in serving(guide):
-        parser.parse_args(shlex.split(line)[1:])
+        assert parse_options(*shlex.split(line)[1:])
 
 
 def test_rewards_of_the_clients_guide_arrive_in_samples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def test_ten_tasks_are_ten_trajectories_of_which_every_token_is_delivered(
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = f"HOME={shlex.quote(str(setting.home))} OPENAI_MODEL=branchline NO_COLOR=1"
     command = f'{environment} {PROGRAM.package.executable} --yolo -p "$BRANCHLINE_PROMPT"'
-    options = ["--engine", "scripted", "--concurrency", "2", "--timeout-s", "120", "--out", "out"]
+    options = ["--engine", "scripted", "--concurrency", "2", "--timeout-s", "120", "--run-folder", "out"]
     assert main(["run", "tasks.jsonl", "--command", command, *options]) == 0
     stats = json.loads((tmp_path / "out/stats.json").read_text())
     print(

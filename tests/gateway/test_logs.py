@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from branchline import Message, ToolCall, ToyCodec
+from branchline.core.choices import LogFormat
 from branchline.core.errors import EngineError
 from branchline.engines.scripted import ScriptedEngine, ScriptedReply, ScriptedRequest, replies
-from branchline.gateway.logs import JsonFormatter, LogFormat, TextFormatter, configure_logging, exception_text
+from branchline.gateway.logs import JsonFormatter, TextFormatter, configure_logging, exception_text
 from branchline.gateway.server import Gateway, GatewaySession
 from branchline.runtime.call_record import CallFailure
 from tests.gateway.harness import run

@@ -28,9 +28,8 @@ from branchline import (
     run_agent,
 )
 from branchline.cli.engines import build_router
-from branchline.cli.main import build_parser
+from branchline.cli.main import parse_options
 from branchline.engines.scripted import ScriptedEngine
-from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from branchline.loop.agents import AgentContext
 from branchline.loop.state import LoopState, StopReason
@@ -135,10 +134,10 @@ def test_the_guides_python_runs_as_one_program(tmp_path: Path) -> None:
 
 def test_the_guides_gateway_needs_no_key() -> None:
     async def test() -> None:
-        options = build_parser().parse_args(command("branchline serve")[1:])
+        options = parse_options(*command("branchline serve")[1:])
         assert f"http://{options.host}:{options.port}" in TEXT
-        codec, engine = build_router(options)
-        config = GatewayConfig(auth=not options.no_auth)
+        codec, engine = build_router(options.engines)
+        config = options.gateway
         async with (
             Gateway(engine=engine, codec=codec, config=config) as gateway,
             await HttpModel.open(gateway.url) as model,

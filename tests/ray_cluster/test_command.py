@@ -28,7 +28,7 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     rows = [{"id": str(index), "prompt": f"question {index}", **shared} for index in range(6)]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "branchline.cli", "run", str(tasks), "--engine", "scripted", "--json"]
-    command += ["--agent", "tests.ray_cluster.agents:converse", "--out", str(tmp_path / "out")]
+    command += ["--agent", "tests.ray_cluster.agents:converse", "--run-folder", str(tmp_path / "out")]
     command += ["--ray", "auto", "--gateways", "2", "--concurrency", "3", *arguments]
     return subprocess.Popen(
         command,

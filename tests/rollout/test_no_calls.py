@@ -222,7 +222,7 @@ def test_a_run_whose_agents_all_asked_nothing_ends_with_code_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.jsonl").write_text(json.dumps(TASK) + "\n")
-    arguments = ["tasks.jsonl", "--command", "true", "--out", "out"]
+    arguments = ["tasks.jsonl", "--command", "true", "--run-folder", "out"]
     assert main(["run", *arguments, "--engine", "scripted"]) == 1
     assert "no_calls" in capsys.readouterr().out
     line = json.loads((tmp_path / "out/trajectories.jsonl").read_text())

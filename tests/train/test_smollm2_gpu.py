@@ -59,7 +59,7 @@ def codec(source: Path, tmp_path_factory: pytest.TempPathFactory) -> GenericCode
 def run_script(source: Path, out: Path, *options: str) -> int:
     small = ("--demonstrations", "6", "--warm-start-passes", "1", "--evaluation-tasks", "4", "--groups", "2",
              "--group-size", "2", "--device", "cpu")  # fmt: skip
-    return train.main(["--out", str(out), "--model", str(source), *small, *options])
+    return train.main(["--run-folder", str(out), "--model", str(source), *small, *options])
 
 
 @given(st.randoms(use_true_random=False))
@@ -162,7 +162,7 @@ def test_a_run_writes_metrics_a_table_and_an_account_of_all_tokens(
     assert table in capsys.readouterr().out
     assert not (out / "checkpoints").exists()
     assert run_script(source, out, "--steps", "2") == 2
-    assert f"--out: {out} has a run" in capsys.readouterr().err
+    assert f"--run-folder: {out} has a run" in capsys.readouterr().err
 
 
 def test_a_run_stops_after_its_time_with_a_full_table(source: Path, tmp_path: Path) -> None:

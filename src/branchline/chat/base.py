@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from branchline.chat.parsing.base import MessageDelta
 from branchline.chat.vision import ImageSpan
+from branchline.core.choices import HistoryPolicy as HistoryPolicy
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, Runs, as_ids
 
-HistoryPolicy = Literal["template", "verbatim"]
-"""`template`: the prompt shows what the chat template shows. `verbatim`: the path stays as it was sampled."""
 Tools = Sequence[Mapping[str, Any]]
 ChatTemplateKwargs = Mapping[str, Any]
 

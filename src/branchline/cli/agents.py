@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from branchline.core.errors import InputError
+from branchline.core.option_fields import option
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
     from branchline.rollout.judge import RelativeJudge
@@ -41,47 +42,41 @@ name a turn, call, timeline, tool or agent that it is for. It comes from one of:
 """
 
 
-def add_agent_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the tasks, the agents and the rewards."""
-    parser.add_argument("tasks", metavar="TASKS", help="a JSONL or Parquet file, or a dataset: NAME:SPLIT")
-    agents = parser.add_argument_group("agent")
-    agents.add_argument(
-        "--agent",
-        action="append",
-        default=[],
-        metavar="MODULE:FUNCTION",
-        help="a function of (task, session); or NAME=MODULE:FUNCTION, or an agent of the loop; repeatable",
-    )
-    agents.add_argument("--command", metavar="COMMAND", help="a shell command that runs the agent")
-    agents.add_argument("--agent-url", metavar="URL", help="a service that runs the agent")
-    agents.add_argument(
-        "--agent-reward", action="store_true", help="the session's API key may post rewards, too"
-    )
-    agents.add_argument("--timeout-s", type=float, metavar="S", help="time limit of an agent (default: none)")
-    rewards = parser.add_argument_group("reward")
-    rewards.add_argument("--reward", metavar="MODULE:FUNCTION", help="a function of (task, trajectory)")
-    rewards.add_argument(
-        "--reward-command", metavar="COMMAND", help="a shell command that verifies a session"
-    )
-    rewards.add_argument(
-        "--reward-exit-code",
-        action="store_true",
-        help="the exit status of --reward-command is the reward, as of a test runner: 0 is 1, 1 is 0",
-    )
+@dataclass(frozen=True)
+class AgentOptions:
+    """The tasks, the agents and the rewards."""
+
+    tasks: str = option(positional=True, metavar="TASKS")
+    """A JSONL or Parquet file, or a Hugging Face dataset: NAME:SPLIT."""
+    agent: tuple[str, ...] = option((), basic=True, metavar="MODULE:FUNCTION")
+    """A function of (task, session); or NAME=MODULE:FUNCTION, or an agent of the loop."""
+    command: str | None = option(None, basic=True, metavar="COMMAND")
+    """A shell command that runs the agent."""
+    agent_url: str | None = option(None, basic=True, metavar="URL")
+    """A service that runs the agent."""
+    agent_reward: bool = False
+    """The session's API key may post rewards, too."""
+    reward: str | None = option(None, basic=True, metavar="MODULE:FUNCTION")
+    """A function of (task, trajectory)."""
+    reward_command: str | None = option(None, basic=True, metavar="COMMAND")
+    """A shell command that verifies a session."""
+    reward_exit_code: bool = option(False, needs={"reward_command": ()})
+    """The exit status of --reward-command is the reward, as of a test runner: 0 is 1, 1 is 0."""
 
 
-def add_judge_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("judge")
-    group.add_argument(
-        "--judge-url",
-        metavar="URL",
-        help=f"an OpenAI-compatible server, with /v1; its key is read from {JUDGE_KEY_ENV}",
-    )
-    group.add_argument("--judge-model", metavar="NAME", help="the model that judges")
-    group.add_argument("--judge-rubric", type=Path, metavar="FILE", help="a text that says what is good")
+@dataclass(frozen=True)
+class JudgeOptions:
+    """A model that scores the sessions of a task relative to each other."""
+
+    judge_url: str | None = option(None, metavar="URL")
+    """An OpenAI-compatible server, with /v1; its key is read from BRANCHLINE_JUDGE_KEY."""
+    judge_model: str | None = option(None, metavar="NAME", needs={"judge_url": ()})
+    """The model that judges."""
+    judge_rubric: Path | None = option(None, metavar="FILE", needs={"judge_url": ()})
+    """A text that says what is good."""
 
 
-def build_runners(options: argparse.Namespace, log_folder: Path | None = None) -> dict[str, Runner]:
+def build_runners(options: AgentOptions, log_folder: Path | None = None) -> dict[str, Runner]:
     """Returns the agents by name; that of the empty name is for tasks without one. Raises InputError for two
     agents of one name, and for none."""
     from branchline.rollout.runners import CommandRunner, RemoteRunner, make_runner
@@ -106,15 +101,13 @@ def build_runners(options: argparse.Namespace, log_folder: Path | None = None) -
     return runners
 
 
-def build_reward(options: argparse.Namespace) -> RewardFunction | VerifierCommand | None:
+def build_reward(options: AgentOptions) -> RewardFunction | VerifierCommand | None:
     """Returns the reward function or command, or None."""
     from branchline.rollout.rewards import VerifierCommand, check_reward_function
     from branchline.rollout.runners import load_object
 
     if options.reward and options.reward_command:
         raise InputError("--reward, --reward-command: got both, expected one of them")
-    if options.reward_exit_code and not options.reward_command:
-        raise InputError("--reward-exit-code: got no command, expected --reward-command")
     if options.reward_command:
         return VerifierCommand(options.reward_command, options.reward_exit_code)
     if not options.reward:
@@ -124,13 +117,11 @@ def build_reward(options: argparse.Namespace) -> RewardFunction | VerifierComman
     return function
 
 
-def build_judge(options: argparse.Namespace) -> RelativeJudge | None:
+def build_judge(options: JudgeOptions) -> RelativeJudge | None:
     from branchline.rollout.judge import ChatEndpoint, RelativeJudge
     from branchline.rollout.judge_prompt import DEFAULT_RUBRIC
 
     if not options.judge_url:
-        if options.judge_model or options.judge_rubric:
-            raise InputError("--judge-url: got none, expected the address of the judge's server")
         return None
     if not options.judge_model:
         raise InputError("--judge-model: got none, expected the name of the judge's model")
@@ -140,11 +131,3 @@ def build_judge(options: argparse.Namespace) -> RelativeJudge | None:
         raise InputError(f"--judge-rubric: {error}, expected a text file") from error
     key = os.environ.get(JUDGE_KEY_ENV, "")
     return RelativeJudge(ChatEndpoint(options.judge_url, options.judge_model, key), rubric)
-
-
-def parse_count(text: str) -> tuple[str, int]:
-    """Reads NAME=N."""
-    name, _, number = text.rpartition("=")
-    if not name or not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=N")
-    return name, int(number)

@@ -6,13 +6,12 @@ are reported is the same for all commands that read a log.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -21,52 +20,19 @@ from rich.text import Text
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.cli.log_encoding import LogEncoder, encode_missing_ids
+from branchline.cli.log_options import LogOptions
 from branchline.cli.render import more_lines, pluralize, sanitize
 from branchline.core.errors import CodecError, InputError, LogError
 from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.diagnosis import Diagnosis, diagnose
-from branchline.timelines.links import CompareLevel, MergePolicy
+from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall, LogReader, group_by_session
 from branchline.timelines.merge import MergeResult, merge
 from branchline.timelines.responses import join_copies
 
-_DEFAULTS = MergePolicy()
 _MAX_SKIPPED = 10
 _PROGRESS_BAR_BYTES = 5_000_000
 """Size of a log whose reading takes long enough for a progress bar."""
-
-LOG_FORMAT_HELP = """\
-one line of CALLS.jsonl (wrapped here):
-  {"session": "task-7", "agent": "planner",
-   "request": {"messages": [{"role": "user", "content": "Say a word."}]},
-   "response": {"prompt_token_ids": [11, 12, 13],
-                "choices": [{"message": {"role": "assistant", "content": "Luminous"},
-                             "finish_reason": "stop", "token_ids": [21, 22],
-                             "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}]}}
-  request and response are those of a chat completion, with token ids in the fields that vLLM fills under
-  return_token_ids. session, agent, token ids and logprobs are optional; without token ids and logprobs
-  nothing can be trained exactly. Other keys of a line are ignored, and named in the account; samples have the
-  reward null, and their session to find it by.
-
-  A choice without a finish_reason (null, "" or no such key) was cut off: it is counted (dropped, cancelled)
-  and not trained. If the logger leaves finish_reason out, write the server's: "stop", "length", "tool_calls".
-  usage is optional; its prompt_tokens and completion_tokens must be the numbers of the token ids.
-
-  response may also be a stream: a list of chunks, or the text of server-sent events. A response with several
-  choices may be logged as one line per choice, each with its index and the usage of itself or of the whole
-  response. Lines with one response id and index are one answer, with all that any of them tells; lines that
-  contradict each other are counted and stay apart. CALLS.jsonl may be compressed with gzip.
-
-what is merged:
-  By default a call continues an answer if its messages repeat it (roles, texts and tool calls) and its logged
-  prompt begins with exactly the ids of the earlier prompt and answer. So every token is in the context that
-  was logged for its call, and every sample is exact. Calls of different sessions, agents or models never
-  continue each other. Three options allow one thing each, and the tokens behind it count as inexact:
-  --repair        other ids for the same text, where the bytes of tokens or a known stop token tell the end
-  --ignore-tools  another tool list or other template arguments at the beginning of the prompt
-  --inexact       equal text only, whatever the ids are, and ids that were not logged at all
-  Calls that are kept apart because one of them is missing are counted, with the option.
-"""
 
 
 @dataclass(frozen=True)
@@ -112,71 +78,8 @@ class CallLogFile:
         return [diagnose(session.merged.tree, fork, decode) for fork in session.fork_report.forks]
 
 
-def add_log_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every command that reads a log; their defaults come from MergePolicy."""
-    parser.add_argument(
-        "calls", type=Path, metavar="CALLS.jsonl", help="the log: one call per line, format below"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR|NAME",
-        help="a folder with tokenizer.json, or a Hugging Face name such as Qwen/Qwen3-8B. With it ids are "
-        "checked, drift is repaired by comparing bytes, forks are shown as text, and calls "
-        "without token ids are encoded: prompts and answers as the chat template writes them",
-    )
-    parser.add_argument(
-        "--compare",
-        choices=get_args(CompareLevel),
-        default=_DEFAULTS.compare,
-        help="what must be equal for one call to continue another: messages and ids (text), or nothing "
-        "but ids (token) (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        default=_DEFAULTS.repair,
-        help="continue calls whose prompts have other ids for the same text, and put the sampled ids back; "
-        "needs --tokenizer or --stop-id",
-    )
-    parser.add_argument(
-        "--ignore-tools",
-        action="store_true",
-        default=_DEFAULTS.ignore_tools,
-        help="continue calls with other tools or template arguments, whose prompts differ at the beginning",
-    )
-    parser.add_argument(
-        "--inexact",
-        action="store_true",
-        default=_DEFAULTS.inexact,
-        help="merge by text: continue every call whose messages agree, also where the end of an answer in "
-        "the later prompt is only estimated, and train tokens whose ids or prompts were not logged. With "
-        "--tokenizer answers without ids are encoded with reasoning, tool calls and stop token; an answer of "
-        "which the chat template leaves out or changes a part is counted (not_encoded) and not trained",
-    )
-    parser.add_argument(
-        "--stop-id",
-        action="append",
-        default=[],
-        metavar="ID_OR_TOKEN",
-        help="an id that ends an answer, besides those of --tokenizer; repeatable. No other id does",
-    )
-    parser.add_argument(
-        "--dedupe",
-        action="store_true",
-        dest="deduplicate",
-        default=_DEFAULTS.deduplicate,
-        help="keep one of several equal answers to equal prompts (with --inexact: of equal text); by default "
-        "each becomes a sample",
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count lines that cannot be read; by default they are errors",
-    )
-
-
 def load_call_log(
-    options: argparse.Namespace, select: Callable[[list[LoggedCall]], list[LoggedCall]] = list
+    options: LogOptions, select: Callable[[list[LoggedCall]], list[LoggedCall]] = list
 ) -> CallLogFile:
     """Reads and merges the log `options.calls`; raises InputError if it has no calls. `select` returns the
     calls with what is known about their training."""
@@ -221,7 +124,7 @@ def load_call_log(
 
 
 def _read_policy(
-    options: argparse.Namespace, tokenizer: TokenizerDir | None, codec: GenericCodec | None
+    options: LogOptions, tokenizer: TokenizerDir | None, codec: GenericCodec | None
 ) -> MergePolicy:
     stop_ids = frozenset(_read_stop_id(value, tokenizer) for value in options.stop_id)
     if options.repair and not options.inexact and tokenizer is None and not stop_ids:
@@ -236,7 +139,7 @@ def _read_policy(
         repair=options.repair,
         ignore_tools=options.ignore_tools,
         inexact=options.inexact,
-        deduplicate=options.deduplicate,
+        deduplicate=options.dedupe,
         token_bytes=tokenizer.token_bytes if tokenizer is not None else None,
         stop_ids=stop_ids,
     )

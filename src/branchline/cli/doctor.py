@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.text import Text
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
 from branchline.cli.call_log import no_calls_error, skipped_lines, skipped_to_json
-from branchline.cli.engine_options import add_template_options
+from branchline.cli.commands.doctor import DoctorOptions
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import LogError
 from branchline.doctor.findings import Finding, Severity
@@ -30,26 +29,6 @@ from branchline.doctor.replay_report import (
 from branchline.doctor.template_audit import TemplateAudit, audit_template
 from branchline.timelines.log import LoggedCall, LogReader
 
-HELP = "check whether a model's chat template is safe to train with, and what it costs"
-_DESCRIPTION = """\
-Checks a model's chat template: whether it is append-only, strips thinking, moves the system text, drops text
-next to tool calls or prints dates, and whether the model's replies can be parsed. With a log, its
-conversations are replayed under both history policies, to show how often each forks and what that costs in
-tokens. Ends with safe (exit code 0) or unsafe (1), and one sentence of advice.
-"""
-_EPILOG = """\
-example:
-  branchline doctor --tokenizer Qwen/Qwen3-8B
-  branchline doctor --tokenizer ~/models/Qwen3-8B calls.jsonl --history verbatim
-  branchline doctor --tokenizer ~/models/Qwen3-8B --json | jq '.findings[] | select(.ok | not)'
-
-history policies:
-  template  a prompt shows what the chat template shows for the conversation. If the template leaves out or
-            moves something, the prompt forks from the path that was sampled.
-  verbatim  the path stays as it was sampled, and only new messages are rendered after it.
-
-`branchline merge --help` shows what a line of CALLS.jsonl looks like.
-"""
 _EXIT_UNSAFE = 1
 _STYLES = {Severity.FINE: "green", Severity.NOTE: "yellow", Severity.UNSAFE: "bold red"}
 _MAX_REFUSALS = 5
@@ -57,45 +36,13 @@ _MAX_REFUSALS = 5
 JsonDict = dict[str, Any]
 
 
-def add_doctor(commands: Any) -> None:
-    """Adds the command to the argument parser."""
-    parser = commands.add_parser(
-        "doctor",
-        help=HELP,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "calls", type=Path, nargs="?", metavar="CALLS.jsonl", help="a log to replay, one call per line"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR|NAME",
-        required=True,
-        help="a folder with tokenizer.json and the chat template, or a Hugging Face name",
-    )
-    add_template_options(parser)
-    parser.add_argument(
-        "--history",
-        choices=get_args(HistoryPolicy),
-        default="template",
-        help="the policy to judge (default: %(default)s); figures are given for both",
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="skip lines that cannot be read, and count them"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> tuple[str, int]:
+def run(options: DoctorOptions) -> tuple[str, int]:
     """Returns what the command prints, and its exit code."""
     codec = GenericCodec.open(
         options.tokenizer,
-        stop_ids=options.stop_id,
-        no_stop_ids=options.no_stop_id,
-        default_chat_template_kwargs=options.default_chat_template_kwargs,
+        stop_ids=options.template.stop_id,
+        no_stop_ids=options.template.no_stop_id,
+        default_chat_template_kwargs=options.template.default_chat_template_kwargs,
     )
     reader = LogReader(
         options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.invalid_id_error

@@ -1,4 +1,4 @@
-"""Builds the codec and the engines from the options of `branchline serve`.
+"""Builds the codec and the engines from the options of a command.
 
 API keys are read from the environment, because other users can see a command line. Each key is sent to one
 kind of server only: the OpenAI key, which many environments contain, never goes to a vLLM or SGLang server.
@@ -6,7 +6,6 @@ kind of server only: the OpenAI key, which many environments contain, never goes
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
@@ -15,20 +14,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from branchline.chat.base import Codec
-from branchline.cli.engine_options import ENGINE_KEY_ENV, OPENAI_KEY_ENV, UPSTREAM_KEY_ENV_PREFIX
+from branchline.cli.engine_options import (
+    ENGINE_KEY_ENV,
+    OPENAI_KEY_ENV,
+    UPSTREAM_KEY_ENV_PREFIX,
+    EngineOptions,
+)
 from branchline.core.errors import InputError, MissingExtraError
 from branchline.core.extras import requires_extra
 from branchline.core.model_folder import MODEL_FILES, find_model_folder
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
+    from branchline.chat.base import Codec
     from branchline.engines.base import Engine
     from branchline.engines.http import HttpEngine
     from branchline.engines.upstream_chat import UpstreamChat
     from branchline.runtime.router import Router
 
 
-def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
+def build_router(options: EngineOptions) -> tuple[Codec, Router]:
     """The codec and a router over all engines; raises InputError if an option is missing or malformed."""
     from branchline.runtime.router import Router
     from branchline.runtime.routing_rule import RoutingRule
@@ -40,7 +44,7 @@ def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
     return codec, Router(engine, named_engines=upstreams, rules=rules, create_replica=create_replica)
 
 
-def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamChat]:
+def _main_engine(options: EngineOptions) -> tuple[Codec, Engine | UpstreamChat]:
     if options.engine == "scripted":
         from branchline.chat.toy import ToyCodec
         from branchline.engines.scripted import ScriptedEngine
@@ -60,7 +64,7 @@ def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamC
     return _load_codec(options, tokenizer), replicas
 
 
-def _openai_upstream(options: argparse.Namespace) -> tuple[Codec, UpstreamChat]:
+def _openai_upstream(options: EngineOptions) -> tuple[Codec, UpstreamChat]:
     """An upstream as the main engine; without --tokenizer its text is recorded as one token per byte."""
     from branchline.chat.toy import ToyCodec
 
@@ -71,12 +75,12 @@ def _openai_upstream(options: argparse.Namespace) -> tuple[Codec, UpstreamChat]:
     return codec, upstream
 
 
-def _require_url(options: argparse.Namespace) -> None:
+def _require_url(options: EngineOptions) -> None:
     if not options.engine_url:
         raise InputError(f"--engine {options.engine}: expected --engine-url URL, the address of its server")
 
 
-def _reported_tokenizer(options: argparse.Namespace) -> Path:
+def _reported_tokenizer(options: EngineOptions) -> Path:
     """The folder of the tokenizer that the servers report; raises InputError if they report several."""
     names = asyncio.run(_request_tokenizer_names(options))
     expected = f"--engine {options.engine}: expected --tokenizer DIR or NAME"
@@ -91,7 +95,7 @@ def _reported_tokenizer(options: argparse.Namespace) -> Path:
     return folder
 
 
-async def _request_tokenizer_names(options: argparse.Namespace) -> list[str]:
+async def _request_tokenizer_names(options: EngineOptions) -> list[str]:
     """The names that the servers report, each once. A client belongs to one event loop, so these engines are
     not those that will serve."""
     engines = [_engine_factory(options)(url) for url in options.engine_url]
@@ -101,32 +105,30 @@ async def _request_tokenizer_names(options: argparse.Namespace) -> list[str]:
         await asyncio.gather(*(engine.close() for engine in engines))
 
 
-def _load_codec(options: argparse.Namespace, tokenizer: str | Path) -> Codec:
+def _load_codec(options: EngineOptions, tokenizer: str | Path) -> Codec:
     from branchline.chat.generic.codec import GenericCodec
 
     parsers = {"tool_parser": options.tool_parser, "reasoning_parser": options.reasoning_parser}
-    stops = {"stop_ids": options.stop_id, "no_stop_ids": options.no_stop_id}
+    stops = {"stop_ids": list(options.template.stop_id), "no_stop_ids": list(options.template.no_stop_id)}
     if options.codec == "renderers":
-        if value := [*options.stop_id, *options.no_stop_id]:
-            raise InputError(f"--stop-id, --no-stop-id: got {value}, expected none with --codec renderers")
-        if value := options.default_chat_template_kwargs:
+        if stop_ids := [*options.template.stop_id, *options.template.no_stop_id]:
+            raise InputError(f"--stop-id, --no-stop-id: got {stop_ids}, expected none with --codec renderers")
+        if value := options.template.default_chat_template_kwargs:
             raise InputError(
                 f"--default-chat-template-kwargs: got {value}, expected none with --codec renderers"
             )
         return _load_renderers_codec(options, tokenizer, parsers)
-    if options.family:
-        raise InputError(f"--family: got {options.family!r}, expected it with --codec renderers only")
     return GenericCodec.open(
         tokenizer,
         allow_special_tokens=options.allow_special_tokens,
-        default_chat_template_kwargs=options.default_chat_template_kwargs,
+        default_chat_template_kwargs=options.template.default_chat_template_kwargs,
         **parsers,
         **stops,
     )
 
 
 def _load_renderers_codec(
-    options: argparse.Namespace, tokenizer: str | Path, parsers: Mapping[str, str | None]
+    options: EngineOptions, tokenizer: str | Path, parsers: Mapping[str, str | None]
 ) -> Codec:
     from branchline.chat.renderers_codec.codec import RenderersCodec
     from branchline.chat.renderers_codec.families import FAMILIES
@@ -142,7 +144,7 @@ def _load_renderers_codec(
     return RenderersCodec.open(tokenizer, options.family, allow_special_tokens=options.allow_special_tokens)
 
 
-def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
+def _hf_engine(options: EngineOptions) -> tuple[Codec, Engine]:
     try:
         with requires_extra():
             from branchline.engines.hf.engine import HfEngine
@@ -153,14 +155,15 @@ def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
 
     # Found once, so that codec and engine use the same commit.
     folder = find_model_folder(options.model, MODEL_FILES) if options.model else smollm2_folder()
+    embedded = options.embedded
     config = HfConfig(
-        max_batch=options.max_batch,
-        batch_bytes=_gib(options.batch_gib),
-        cache_bytes=_gib(options.cache_gib),
-        prefill_tokens=options.prefill_tokens,
-        threads=options.threads,
+        max_batch=embedded.max_batch,
+        batch_bytes=_gib(embedded.batch_gib),
+        cache_bytes=_gib(embedded.cache_gib),
+        prefill_tokens=embedded.prefill_tokens,
+        threads=embedded.threads,
     )
-    engine = HfEngine.load(folder, config, device=options.device, dtype=options.dtype)
+    engine = HfEngine.load(folder, config, device=embedded.device, dtype=embedded.dtype)
     return _load_codec(options, options.tokenizer or folder), engine
 
 
@@ -168,15 +171,14 @@ def _gib(value: float | None) -> int | None:
     return None if value is None else int(value * 2**30)
 
 
-def _engine_factory(options: argparse.Namespace) -> Callable[[str], HttpEngine]:
+def _engine_factory(options: EngineOptions) -> Callable[[str], HttpEngine]:
     """Returns a function that makes an engine from the address of its server."""
-    from branchline.engines.client import ServerConfig
+    from branchline.engines.server_config import ServerConfig
     from branchline.engines.sglang import SglangEngine
     from branchline.engines.vllm import VllmEngine
 
     engine = VllmEngine if options.engine == "vllm" else SglangEngine
-    given = {name: getattr(options, name) for name in ("first_token_timeout_s", "token_timeout_s")}
-    timeouts = {name: value for name, value in given.items() if value is not None}
+    timeouts = {name: getattr(options, name) for name in ("first_token_timeout_s", "token_timeout_s")}
     return lambda url: engine(ServerConfig(url, api_key=os.environ.get(ENGINE_KEY_ENV, ""), **timeouts))
 
 
@@ -199,7 +201,7 @@ def _parse_upstream(text: str) -> tuple[str, UpstreamChat]:
 
 def _upstream(name: str, url: str, key_variable: str) -> UpstreamChat:
     """An upstream with its own key, or with the OpenAI key if its variable is not set (empty: no key)."""
-    from branchline.engines.client import ServerConfig
+    from branchline.engines.server_config import ServerConfig
     from branchline.engines.upstream_chat import UpstreamChat
 
     key = os.environ.get(key_variable, os.environ.get(OPENAI_KEY_ENV, ""))

@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from branchline.cli.commands.export import ExportRunOptions
 from branchline.cli.render import pluralize
 from branchline.core.errors import InputError
 
-_DESCRIPTION = """\
-Writes the samples of a run to one file. Only finished sessions have samples.
-"""
-_EPILOG = """\
-formats:
-  parquet    one row per sample: key, uid, group, agent_name, session, prompt_ids, response_ids,
-             response_mask, response_logprobs, shares, reward, …
-  jsonl      the same as JSON lines
-  messages   the main history of each finished session: {"messages": […], "reward": …, "session": …}
 
-example:
-  branchline export runs/first --to parquet --output first.parquet
-"""
-FORMATS = ("parquet", "jsonl", "messages")
-
-
-def add_export(commands: Any) -> None:
-    """Adds the command to the parser."""
-    parser = commands.add_parser(
-        "export",
-        help="write the samples of a run as Parquet or JSON lines",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="the format")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the file (default: DIR/export.parquet or DIR/export.jsonl)",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> str:
+def run(options: ExportRunOptions) -> str:
     """Writes the file; after an error the old one is unchanged."""
     from branchline.export.jsonl import write_jsonl
     from branchline.rollout.run_folder import RunFolder, find_run_folder
 
-    folder: RunFolder = find_run_folder(options.folder)
+    folder: RunFolder = find_run_folder(options.run_folder)
     suffix = "parquet" if options.to == "parquet" else "jsonl"
     target: Path = options.output or folder.path / f"export.{suffix}"
     if not target.parent.is_dir():

@@ -1,20 +1,22 @@
-"""The `branchline` command: parses the options, runs one command and turns errors into exit codes.
+"""The `branchline` command: selects one command, reads its options, runs it and turns errors into exit codes.
 
-A command returns its output as one text, so after an error stdout is empty. Exit codes: 0 success, 1 the
-doctor found the template unsafe, a check found damage or no session of a run finished, 2 bad input (with one
-sentence on stderr), 130 interrupted.
+Only the selected command is imported. A command returns its output as one text, so after an error stdout is
+empty. Exit codes: 0 success, 1 the doctor found the template unsafe, a check found damage or no session of a
+run finished, 2 bad input (with one sentence on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
 from branchline import __version__
-from branchline.cli import demo, doctor, export_run, journal, merge, run, serve, stats, train, tree
+from branchline.cli.options.command import Command, CommandGroup
+from branchline.cli.options.errors import did_you_mean, show, usage_error
 from branchline.core.errors import BranchlineError
 from branchline.core.extras import requires_extra
 
@@ -22,10 +24,10 @@ _DESCRIPTION = """\
 Records the LLM calls of agents as exact tokens and turns them into training samples in which every sampled
 token is trained exactly once, in exactly the context it was sampled in.
 """
-_EPILOG = """\
+_EXAMPLES = """\
 examples:
   branchline serve --engine scripted      start a gateway for agents that records every call
-  branchline run tasks.jsonl --agent my_agent:run --reward my_agent:score --n 8 --out runs/first
+  branchline run tasks.jsonl --agent my_agent:run --reward my_agent:score --n 8
                                           run an agent on tasks; record, score and write every session
   branchline demo                         train a tiny model on a CPU and watch it learn
   branchline merge calls.jsonl            merge a log into timelines; list forks, causes and all tokens
@@ -35,6 +37,19 @@ examples:
 
 `branchline merge --help` describes the format of calls.jsonl.
 """
+COMMANDS: Mapping[str, str] = {
+    "serve": "serve a model to agents and record every call",
+    "run": "run agents on tasks; record, score and write every session",
+    "train": "train a model on the rewards of an agent",
+    "demo": "train a tiny model on a CPU and watch it learn",
+    "merge": "merge the calls of a log into timelines and account for every sampled token",
+    "tree": "print the calls of a log as a tree",
+    "doctor": "check whether a model's chat template is safe to train with, and what it costs",
+    "stats": "print the figures of a run",
+    "export": "write the samples of a run as Parquet or JSON lines",
+    "journal": "check a journal for damage, or repair it",
+}
+"""The commands; the options of each are in its module of `branchline.cli.commands`."""
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
@@ -42,11 +57,9 @@ _EXIT_BROKEN_PIPE = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    options = build_parser().parse_args(argv)
-    execute: Callable[[argparse.Namespace], str | tuple[str, int]] = options.run
     try:
         with requires_extra():
-            output = execute(options)
+            output = _run(sys.argv[1:] if argv is None else argv)
         text, code = output if isinstance(output, tuple) else (output, 0)
         _write(text)
     except BranchlineError as error:
@@ -61,27 +74,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets `run` to the function that executes it."""
-    parser = argparse.ArgumentParser(
-        "branchline",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"branchline {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    merge.add_merge(commands)
-    tree.add_tree(commands)
-    doctor.add_doctor(commands)
-    serve.add_serve(commands)
-    run.add_run(commands)
-    train.add_train(commands)
-    stats.add_stats(commands)
-    export_run.add_export(commands)
-    demo.add_demo(commands)
-    journal.add_journal(commands)
-    return parser
+def load_command(name: str) -> Command | CommandGroup:
+    """Imports the options and texts of a command."""
+    command: Command | CommandGroup = import_module(f"branchline.cli.commands.{name}").COMMAND
+    return command
+
+
+def parse_options(name: str, *arguments: str) -> Any:
+    """The options of a command as a command line without variables gives them."""
+    from branchline.cli.options.parser import read_options
+
+    command = load_command(name)
+    assert isinstance(command, Command)
+    return read_options(command, arguments).options
+
+
+def _run(arguments: Sequence[str]) -> str | tuple[str, int]:
+    first, *rest = arguments or [""]
+    if first in ("-h", "--help", "--help-all"):
+        from branchline.cli.options.help import program_help
+
+        return program_help(_DESCRIPTION, COMMANDS, _EXAMPLES)
+    if first == "--version":
+        return f"branchline {__version__}\n"
+    if not first:
+        raise usage_error("", f"got no command, expected one of {', '.join(COMMANDS)}")
+    if first not in COMMANDS:
+        what = "option" if first.startswith("-") else "command"
+        raise usage_error("", f"{first}: unknown {what}{did_you_mean(first, (*COMMANDS, '--version'))}")
+    command = load_command(first)
+    if isinstance(command, CommandGroup):
+        return _run_action(command, rest)
+    return _execute(command, rest)
+
+
+def _run_action(group: CommandGroup, arguments: Sequence[str]) -> str | tuple[str, int]:
+    first, *rest = arguments or [""]
+    if first in ("-h", "--help", "--help-all"):
+        from branchline.cli.options.help import group_help
+
+        return group_help(group)
+    if first not in group.actions:
+        expected = f"expected one of {', '.join(group.actions)}{did_you_mean(first, group.actions)}"
+        raise usage_error(
+            group.name, f"{group.name}: got {show(first) if first else 'no action'}, {expected}"
+        )
+    return _execute(group.actions[first][1], rest)
+
+
+def _execute(command: Command, arguments: Sequence[str]) -> str | tuple[str, int]:
+    from branchline.cli.options.parser import read_options
+
+    read = read_options(command, arguments, os.environ)
+    return read.text if read.text is not None else command.execute(read.options)
 
 
 def _write(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,78 +10,28 @@ from typing import Any
 
 import msgspec
 
-from branchline.cli.call_log import (
-    LOG_FORMAT_HELP,
-    CallLogFile,
-    add_log_options,
-    load_call_log,
-)
+from branchline.cli.call_log import CallLogFile, load_call_log
+from branchline.cli.commands.merge import MergeOptions
 from branchline.cli.merge_report import build_report, report_tables
 from branchline.cli.render import to_text
-from branchline.cli.train_selection import add_train_options, select_trained
+from branchline.cli.train_selection import select_trained
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
 from branchline.core.sample import Sample
 from branchline.export.jsonl import write_jsonl
 from branchline.export.samples import Export, ExportPolicy, export_samples
 
-_DESCRIPTION = """\
-Merges calls that were captured elsewhere into timelines: a call whose messages and token ids repeat the
-prompt and the answer of another call continues that call. Prints the timelines, the forks with their causes,
-and an account of every sampled token. With --samples, writes training samples to a file.
-"""
-_EPILOG = f"""\
-example:
-  branchline merge calls.jsonl --tokenizer Qwen/Qwen3-8B --samples samples.jsonl
-
-{LOG_FORMAT_HELP}"""
-
-_DEFAULTS = ExportPolicy()
 JsonDict = dict[str, Any]
 
 
-def add_merge(commands: Any) -> None:
-    """Adds the command to the parser."""
-    parser = commands.add_parser(
-        "merge",
-        help="merge the calls of a log into timelines and account for every sampled token",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_log_options(parser)
-    add_train_options(parser)
-    parser.add_argument(
-        "--samples",
-        type=Path,
-        metavar="FILE",
-        help="write the samples to FILE: as Parquet if its name ends in .parquet, else one JSON object per "
-        "line; after an error FILE is left as it was",
-    )
-    parser.add_argument(
-        "--allow-missing-logprobs",
-        action="store_true",
-        dest="missing_logprobs",
-        default=_DEFAULTS.include_missing_logprobs,
-        help="with --samples: train tokens without logprobs too, as null; by default they are an error",
-    )
-    parser.add_argument(
-        "--missing-logprob",
-        type=float,
-        metavar="NUMBER",
-        default=_DEFAULTS.missing_logprob,
-        help="with --samples: train tokens without logprobs too, with NUMBER as their logprob",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> str:
+def run(options: MergeOptions) -> str:
     """The account of the log, as tables or as JSON."""
     if options.samples is not None:
-        _check_target(options.samples, options.calls)
-    log = load_call_log(options, lambda calls: select_trained(calls, options))
+        _check_target(options.samples, options.log.calls)
+    log = load_call_log(
+        options.log, lambda calls: select_trained(calls, options.selection, options.samples is not None)
+    )
     policy = ExportPolicy(
-        include_inexact=True if options.inexact else "context" if _joins_other_ids(options) else False,
+        include_inexact=True if options.log.inexact else "context" if _joins_other_ids(options) else False,
         include_missing_logprobs=True,
         missing_logprob=options.missing_logprob,
     )
@@ -97,9 +46,9 @@ def run(options: argparse.Namespace) -> str:
     return to_text(*report_tables(report, log))
 
 
-def _joins_other_ids(options: argparse.Namespace) -> bool:
+def _joins_other_ids(options: MergeOptions) -> bool:
     """Whether calls may continue after other ids than they were sampled after."""
-    return bool(options.repair or options.ignore_tools)
+    return bool(options.log.repair or options.log.ignore_tools)
 
 
 # -- samples --------------------------------------------------------------------------------------------
@@ -123,9 +72,10 @@ def _sample_writer(target: Path) -> Callable[[Iterable[Sample], Path], int]:
     return write_parquet
 
 
-def _write_samples(log: CallLogFile, exports: Sequence[Export], options: argparse.Namespace) -> JsonDict:
+def _write_samples(log: CallLogFile, exports: Sequence[Export], options: MergeOptions) -> JsonDict:
+    assert options.samples is not None
     dropped: Counter[str] = Counter()
-    if not options.missing_logprobs and options.missing_logprob is None:
+    if not options.allow_missing_logprobs and options.missing_logprob is None:
         for session, export in zip(log.sessions, exports, strict=True):
             report = export.report
             if report.missing_logprobs:

@@ -1,15 +1,16 @@
-"""Logs and traces of `branchline serve`: log lines always, spans if an OTLP exporter is configured."""
+"""Logs and traces of a command that runs a gateway: log lines always, spans if an OTLP exporter is set."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from branchline.core.choices import LogFormat, LogLevel
 from branchline.core.extras import install_line
+from branchline.core.option_fields import option
 
 if TYPE_CHECKING:  # Tracing needs the `otel` extra
     from branchline.gateway.tracing import Tracing
@@ -19,6 +20,23 @@ if TYPE_CHECKING:  # Tracing needs the `otel` extra
 log = logging.getLogger("branchline.tracing")
 
 OTLP_ENDPOINT_ENV = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+@dataclass(frozen=True)
+class ObservabilityOptions:
+    """Log lines. Traces have no options: OpenTelemetry's environment variables configure them."""
+
+    log_format: LogFormat = "text"
+    """Format of log lines."""
+    log_level: LogLevel = option("info", basic=True)
+    """info logs every call, warning only failed ones."""
+    log_contents: bool = False
+    """Log message texts too; by default they are left out."""
+
+
+def quiet_logs() -> ObservabilityOptions:
+    """The defaults of commands that show their own progress."""
+    return ObservabilityOptions(log_level="warning")
 
 
 @dataclass(frozen=True)
@@ -33,32 +51,17 @@ class Observability:
         return () if self.tracing is None else (self.tracing.record_session_end,)
 
     def close(self) -> None:
-        """Sends the remaining spans; gives up after the exporter's timeout."""
-        if self.tracing is not None:
-            self.tracing.close()
+        """Sends the remaining spans, for as long as the exporter's timeout; removes what logs them."""
+        from branchline.gateway.logs import reset_logging
+
+        try:
+            if self.tracing is not None:
+                self.tracing.close()
+        finally:
+            reset_logging()
 
 
-def add_observability_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the logging options. Traces have none: OpenTelemetry's environment variables configure them."""
-    group = parser.add_argument_group("logging")
-    group.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="format of log lines (default: %(default)s)",
-    )
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="info logs every call, warning only failed ones (default: %(default)s)",
-    )
-    group.add_argument(
-        "--log-contents", action="store_true", help="log message texts too; by default they are left out"
-    )
-
-
-def configure_observability(options: argparse.Namespace) -> Observability:
+def configure_observability(options: ObservabilityOptions) -> Observability:
     """Configures logging by the options and tracing by the environment."""
     from branchline.gateway.logs import configure_logging
 

@@ -6,22 +6,19 @@ engines and of the judge, device and memory of an embedded engine.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
     from branchline.chat.base import Codec
+    from branchline.cli.commands.run import RunOptions
     from branchline.rollout.judge import RelativeJudge
     from branchline.rollout.rewards import RewardFunction, VerifierCommand
     from branchline.rollout.runners import Runner
 
-_SAME_OPTIONS = (
-    "agent_reward",
-    "session_options",
-    "oversample",
-    "max_staleness",
+_SAME_ENGINE_OPTIONS = (
     "engine",
     "model",
     "tokenizer",
@@ -29,17 +26,13 @@ _SAME_OPTIONS = (
     "family",
     "tool_parser",
     "reasoning_parser",
-    "stop_id",
-    "no_stop_id",
-    "default_chat_template_kwargs",
     "allow_special_tokens",
-    "default_max_tokens",
     "rule",
 )
 
 
 def describe_run(
-    options: argparse.Namespace,
+    options: RunOptions,
     runners: Mapping[str, Runner],
     reward: RewardFunction | VerifierCommand | None,
     judge: RelativeJudge | None,
@@ -48,12 +41,20 @@ def describe_run(
     """Returns the settings as JSON values. `codec` is None if gateways of a Ray cluster make their own."""
     from branchline.rollout.run_settings import describe_reward, describe_runners
 
+    judge_model = options.judging.judge_model
     settings = {
         "agents": describe_runners(runners),
-        "reward": options.reward or describe_reward(reward),
-        "judge": None if judge is None else {"model": options.judge_model, "rubric": _digest(judge.rubric)},
-        "upstreams": sorted(text.partition("=")[0] for text in options.upstream),
-        **{name: getattr(options, name) for name in _SAME_OPTIONS},
+        "reward": options.agents.reward or describe_reward(reward),
+        "judge": None if judge is None else {"model": judge_model, "rubric": _digest(judge.rubric)},
+        "upstreams": sorted(text.partition("=")[0] for text in options.engines.upstream),
+        "agent_reward": options.agents.agent_reward,
+        "session_options": dict(options.rollout.session),
+        "oversample": options.rollout.oversample,
+        "require_reward": options.rollout.require_reward,
+        "max_staleness": options.rollout.max_staleness,
+        **{name: getattr(options.engines, name) for name in _SAME_ENGINE_OPTIONS},
+        **asdict(options.engines.template),
+        "default_max_tokens": options.gateway.default_max_tokens,
     }
     # The tokenizer that a server reports, if no option names one.
     return settings if codec is None else {**settings, "template": codec.name}

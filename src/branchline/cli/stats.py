@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,21 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from branchline.cli.commands.stats import StatsOptions
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
 
-_DESCRIPTION = """\
-Prints the figures of a run: sessions by status, why sessions failed, tokens sampled and delivered, forks.
-They are computed from trajectories.jsonl, so the run may still be writing it. If several runs wrote to the
-folder, they are sums over all of them, and each task of each run is counted.
-"""
 _MAX_REASONS = 10
 
 
-def add_stats(commands: Any) -> None:
-    """Adds the command to the parser."""
-    parser = commands.add_parser("stats", help="print the figures of a run", description=_DESCRIPTION)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, as in stats.json")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> str:
+def run(options: StatsOptions) -> str:
     """The figures, as a table or as JSON."""
     from branchline.rollout.run_folder import find_run_folder
     from branchline.rollout.stats import RolloutStats
 
-    stats = RolloutStats.from_lines(find_run_folder(options.folder).read_trajectory_lines()).to_json()
+    stats = RolloutStats.from_lines(find_run_folder(options.run_folder).read_trajectory_lines()).to_json()
     if options.json:
         return msgspec.json.encode(stats).decode() + "\n"
-    return render_stats(stats, options.folder)
+    return render_stats(stats, options.run_folder)
 
 
 def render_stats(stats: Mapping[str, Any], folder: Path) -> str:

@@ -6,12 +6,12 @@ Samples of two models are not written unless an option says which of them are tr
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from branchline.cli.commands.merge import SelectionOptions
 from branchline.cli.render import sanitize
 from branchline.core.errors import InputError
 from branchline.runtime.routing_rule import RoutingRule
@@ -20,27 +20,9 @@ from branchline.timelines.log import LoggedCall
 _MAX_NAMES = 20
 
 
-def add_train_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--train-model",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="train the calls of this model only; repeatable. A call's model is the one that its response "
-        "names, else that of its request",
-    )
-    group.add_argument(
-        "--rule",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,…",
-        help="model=PATTERN, agent=PATTERN, train=yes|no, as in `branchline serve`; the first matching rule "
-        "applies, and calls without one are trained",
-    )
-
-
-def select_trained(calls: list[LoggedCall], options: argparse.Namespace) -> list[LoggedCall]:
+def select_trained(
+    calls: list[LoggedCall], options: SelectionOptions, writes_samples: bool
+) -> list[LoggedCall]:
     """Returns the calls, with those that are not trained marked. Raises InputError if a name or a pattern
     fits no call, or if samples of several models are to be written without a choice."""
     models = {call.model for call in calls}
@@ -50,7 +32,7 @@ def select_trained(calls: list[LoggedCall], options: argparse.Namespace) -> list
                 raise InputError(f"--train-model: got {name!r}, expected one of the log's: {_names(models)}")
         return [_train(call, call.model in options.train_model) for call in calls]
     rules = [_read_rule(text, calls) for text in options.rule]
-    if options.samples is not None and not rules and len(models) > 1:
+    if writes_samples and not rules and len(models) > 1:
         raise InputError(
             f"--samples: the log has calls of {len(models)} models ({_names(models)}); expected --train-model"
             " with those to train, or --rule 'model=*' to train all of them"

@@ -6,33 +6,19 @@ that would be indented too far is printed at the margin, further down.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
-from branchline.cli.call_log import LOG_FORMAT_HELP, add_log_options, load_call_log
+from branchline.cli.call_log import load_call_log
+from branchline.cli.commands.tree import TreeOptions
 from branchline.cli.render import format_count, output_width, pluralize, sanitize, to_text
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.timelines.causes import ForkReport
 from branchline.tree.tree import NO_NODE, Node, Tree
-
-_DESCRIPTION = """\
-Prints the merged calls of a log as a tree. Each line is one message: * if the model sampled it, its role,
-its tokens, the cause of the branch if it starts one, and the beginning of its text.
-
-Tokens are written 12+3: 12 prompt tokens, then 3 sampled ones. A log has token ids for a whole prompt, not
-for each message, so all prompt tokens are counted on the line of the output that follows them.
-"""
-_EPILOG = f"""\
-example:
-  branchline tree calls.jsonl --session task-7 --width 100
-
-{LOG_FORMAT_HELP}"""
 
 _INDENT = 4
 _MIN_TEXT_WIDTH = 56
@@ -46,33 +32,9 @@ _ROLE_STYLES = {
 }
 
 
-def add_tree(commands: Any) -> None:
-    """Adds the command to the parser."""
-    parser = commands.add_parser(
-        "tree",
-        help="print the calls of a log as a tree",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_log_options(parser)
-    parser.add_argument("--session", metavar="ID", help="print this session only (default: all)")
-    parser.add_argument(
-        "--width", type=_width, metavar="N", help="columns to use (default: the terminal's width)"
-    )
-    parser.set_defaults(run=run)
-
-
-def _width(text: str) -> int:
-    width = int(text) if text.isdecimal() else 0
-    if width < 20:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of columns from 20")
-    return width
-
-
-def run(options: argparse.Namespace) -> str:
+def run(options: TreeOptions) -> str:
     """The trees of the selected sessions, as text."""
-    log = load_call_log(options)
+    log = load_call_log(options.log)
     sessions = [session for session in log.sessions if options.session in (None, session.name)]
     if not sessions:
         known = ", ".join(session.name or "(no name)" for session in log.sessions[:10])

@@ -41,7 +41,6 @@ EXTRA_OF = {
     "mcp": "agent",
     "referencing": "agent",
     "tantivy": "agent",
-    "yaml": "agent",
     "ray": "ray",
     "datasets": "data",
     "pyarrow": "data",

@@ -15,11 +15,11 @@ import numpy as np
 from msgspec import Struct
 
 from branchline.chat.vision import ImageSpan
+from branchline.core.choices import LogprobKind as LogprobKind
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import NO_IDS, Floats, Ids
 
 FinishReason = Literal["stop", "length"]
-LogprobKind = Literal["raw", "processed"]
 
 BUFFERED_FLUSH_S = 0.25
 """`flush_s` of a call that is not streamed. From this value on an engine may also ask its server for larger

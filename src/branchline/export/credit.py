@@ -19,20 +19,13 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from branchline.core.choices import GroupStd as GroupStd
+from branchline.core.choices import Normaliser as Normaliser
 from branchline.core.errors import ExportError
 from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
 
-Normaliser = Literal["token", "trajectory", "episode", "constant"]
-"""`token`: every trained token weighs alike. `trajectory`: the tokens of a trajectory weigh 1 together, ART's
-rule. `episode`: the tokens of each of a trajectory's k samples weigh 1/k together. `constant`: weights as for
-`token`, but the loss is their sum divided by episodes × a constant length, not by the sum of the weights; the
-normaliser of Dr. GRPO."""
-GroupStd = Literal["sample", "population", "none"]
-"""What advantages are divided by. `sample`: the standard deviation of the group's rewards as a sample, with
-n − 1 in the denominator, as in TRL and verl. `population`: with n, as in the paper on GRPO. `none`: nothing,
-as in Dr. GRPO."""
 CreditName = Literal["broadcast", "discounted", "per_branch"]
 NO_ANSWER = -1
 _EPSILON = 1e-4

@@ -17,18 +17,17 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Literal
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import xxhash
 from msgspec import structs
 
 from branchline.core.call import Request
+from branchline.core.choices import ImageUrlPolicy
 from branchline.core.errors import MessageError
 from branchline.core.message import Media, Message
 from branchline.tree.tree import Tree
 
-ImageUrlPolicy = Literal["none", "public", "any"]
 """`none`: links are not fetched. `public`: from public addresses only. `any`: also from local ones."""
 
 _MAX_REDIRECTS = 3

@@ -14,8 +14,9 @@ import sys
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
+from branchline.core.choices import LogFormat, LogLevel
 from branchline.core.reader import write_message
 from branchline.runtime.call_record import CallObserver, CallRecord, CallRequest, CallResult, cause_chain
 from branchline.runtime.session_store import SessionStore
@@ -26,8 +27,6 @@ log = logging.getLogger("branchline.calls")
 fork_log = logging.getLogger("branchline.forks")
 session_log = logging.getLogger("branchline.sessions")
 
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 _MAX_VALUE_CHARACTERS = 200
 """Longer values are cut: clients choose the names of models and agents."""
@@ -44,12 +43,18 @@ def configure_logging(
     """
     handler = _BranchlineHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(contents) if format == "json" else TextFormatter(contents))
-    root = logging.getLogger()
-    for earlier in [one for one in root.handlers if isinstance(one, _BranchlineHandler)]:
-        root.removeHandler(earlier)
-    root.addHandler(handler)
+    reset_logging()
+    logging.getLogger().addHandler(handler)
     logging.getLogger("branchline").setLevel(level.upper())
     return CallLogger(contents).record_call
+
+
+def reset_logging() -> None:
+    """Undoes `configure_logging`."""
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if isinstance(one, _BranchlineHandler)]:
+        root.removeHandler(handler)
+    logging.getLogger("branchline").setLevel(logging.NOTSET)
 
 
 class CallLogger:

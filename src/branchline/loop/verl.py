@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from branchline.core.errors import InputError
-from branchline.core.extras import requires_extra
 from branchline.core.message import Media, Message
 from branchline.core.reader import write_message
 from branchline.loop.interaction import BaseInteraction, InteractionResponse
@@ -215,8 +214,8 @@ def _items(
     """The entries of a list, each with its place for error messages."""
     content: Any = source
     if not isinstance(source, Mapping):
-        with requires_extra():
-            import yaml  # type: ignore[import-untyped]
+        import yaml  # type: ignore[import-untyped]
+
         content = yaml.safe_load(Path(source).read_text())
     if not isinstance(content, Mapping) or list(content) != [field] or not isinstance(content[field], list):
         raise InputError(f"{field}: got {content!r}, expected an object with the list {field!r} only")

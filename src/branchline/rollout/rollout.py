@@ -19,14 +19,12 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from branchline.core.errors import InputError, SessionError, SessionRefusedError
-from branchline.core.option_checks import check_count, check_number
-from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
+from branchline.rollout.config import RolloutConfig as RolloutConfig
 from branchline.rollout.judge import Judge, check_judge, judge_group
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import RunnerSpec, make_runner, select_runner
@@ -47,61 +45,6 @@ _JUDGE_EXTRAS = {"source": "judge"}
 """What a judge's reward has besides its score."""
 _RUN_ID = re.compile(r"[A-Za-z0-9]{0,16}")
 """No hyphen: it separates the parts of a session's id."""
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """How many sessions run, for how long, and what happens to those that do not finish."""
-
-    n: int = 1
-    """Sessions of each task."""
-    concurrency: int = 64
-    """Sessions that run at the same time."""
-    runner_concurrency: Mapping[str, int] = field(default_factory=dict)
-    """The same for the runner of an `agent_name`."""
-    timeout_s: float | None = None
-    """Time limit of an agent; scoring has its own."""
-    retries: Mapping[str, int] = field(default_factory=dict)
-    """How often a session that ended for a cause is run again: `{"timeout": 1, "connection": 2}`."""
-    oversample: int = 0
-    """Sessions of each task beyond `n`; when n have finished, the others are aborted."""
-    stop_after: int | None = None
-    """When this many tasks have a finished session and no running one, the others are aborted."""
-    max_staleness: int | None = None
-    """A session with a token sampled more than this many policy versions ago is aborted when it ends."""
-    require_reward: bool = False
-    """A session without a reward fails."""
-    reward_workers: int = 8
-    reward_timeout_s: float | None = 600.0
-    session: Mapping[str, Any] = field(default_factory=dict)
-    """Options of every session: `sampling`, `limits`, `agent_reward`, `history`, …"""
-    export_policy: ExportPolicy | None = None
-    """Which outputs become samples; None: the sessions' own policy."""
-
-    def __post_init__(self) -> None:
-        leasts = (("n", 1), ("concurrency", 1), ("oversample", 0), ("reward_workers", 1), ("stop_after", 1),
-                  ("max_staleness", 0))  # fmt: skip
-        for name, least in leasts:
-            if (value := getattr(self, name)) is not None or name not in ("stop_after", "max_staleness"):
-                check_count(name, value, least)
-        for name in ("timeout_s", "reward_timeout_s"):
-            if (seconds := getattr(self, name)) is not None:
-                check_number(name, seconds, above=0)
-        for name in ("runner_concurrency", "retries", "session"):
-            if not isinstance(value := getattr(self, name), Mapping):
-                raise InputError(f"{name}: got {value!r}, expected an object")
-        for name, limit in self.runner_concurrency.items():
-            check_count(f"runner_concurrency.{name}", limit)
-        for cause, times in self.retries.items():
-            if cause not in set(EndCause):
-                raise InputError(f"retries: got {cause}={times}, expected a cause: {', '.join(EndCause)}")
-            check_count(f"retries.{cause}", times, 0)
-        for name in {"id", "group"} & self.session.keys():
-            raise InputError(
-                f"session.{name}: got {self.session[name]!r}, expected none: a rollout chooses it"
-            )
-        if self.export_policy is not None and not isinstance(self.export_policy, ExportPolicy):
-            raise InputError(f"export_policy: got {self.export_policy!r}, expected an ExportPolicy")
 
 
 class Rollout:

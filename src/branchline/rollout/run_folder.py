@@ -6,6 +6,7 @@
     journal               the calls of all sessions, for a resumed run; or journals/gateway-…, and
                           gateways.json, which names their machines
     run.json              what the run is: its id, tasks, agents, reward, model, …
+    config.yaml           the options that `branchline run` began it with
     logs/                 the output of commands
 
 A folder belongs to one run. It is resumed with the same settings only: with another agent, reward or model
@@ -68,9 +69,13 @@ class RunFolder:
         path = Path(path)
         file = path / RUN_FILE
         if file.exists() and not resume:
-            raise InputError(f"out: {path} has a run; continue it with --resume, or name another folder")
+            raise InputError(
+                f"run_folder: {path} has a run; continue it with --resume, or name another folder"
+            )
         if not file.exists() and (path / TRAJECTORIES_FILE).exists():
-            raise InputError(f"out: {path} has {TRAJECTORIES_FILE} and no {RUN_FILE}, expected a new folder")
+            raise InputError(
+                f"run_folder: {path} has {TRAJECTORIES_FILE} and no {RUN_FILE}, expected a new folder"
+            )
         run: dict[str, Any] = {
             "tasks": len(tasks),
             "tasks_digest": task_digest(tasks),

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from branchline.core.call import Equivalence
+from branchline.core.choices import CompareLevel
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.option_checks import check_flag
@@ -41,7 +42,6 @@ from branchline.timelines.log import LoggedCall
 from branchline.timelines.prefix_index import CallKeys, MessagePrefixIndex, TokenPrefixIndex, starts_with
 from branchline.tree.match import match_echo
 
-CompareLevel = Literal["text", "token"]
 _TOOLS: Permissions = frozenset((Permission.IGNORE_TOOLS,))
 _MAX_COMPARED = 16
 """Candidates of one length that are compared; without a limit, common answers take quadratic time."""

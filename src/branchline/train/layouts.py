@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from branchline.core.choices import LayoutOption as LayoutOption
 from branchline.core.errors import InputError
 from branchline.core.sample import Sample
 from branchline.core.token_arrays import as_ids
@@ -25,8 +26,6 @@ from branchline.train.packed_forward import check_model, forward_packed, forward
 
 log = logging.getLogger("branchline.train")
 Layout = Literal["tree", "rows"]
-LayoutOption = Literal["auto", "tree", "rows"]
-"""`auto`: trees if the model can follow them. `tree`: a model that cannot is refused."""
 
 FLEX = "flex_attention"
 _RECOMPILE_LIMIT = 64

@@ -8,56 +8,15 @@ loss of their summed positive advantages plus that of their summed negative ones
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from branchline.core.errors import InputError
+from branchline.train.config import LossConfig as LossConfig
+from branchline.train.config import LossName as LossName
 
-LossName = Literal["ppo", "reinforce", "cispo", "gspo"]
-KlEstimator = Literal["k3", "k3_ratio"]
-"""How the divergence of the policy from the reference is estimated from a sampled token. `k3`: r − log r − 1,
-with r the reference's probability over the policy's. `k3_ratio`: k3 times the policy's ratio to the one at
-the start of the step, whose gradient is that of the divergence; TRL's default."""
 TokenLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Per-token loss of logprobs, old logprobs and weighted advantages."""
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """How the loss of a step is computed. The defaults are GRPO's."""
-
-    name: LossName = "ppo"
-    """The loss of a token. `ppo` is that of GRPO, DAPO and Dr. GRPO, which differ in advantages and
-    normalisers only."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    reference_kl_coefficient: float = 0.0
-    """Weight of the KL divergence of the policy from a reference policy, the initial model."""
-    reference_kl_estimator: KlEstimator = "k3_ratio"
-    entropy_coefficient: float = 0.0
-    """Weight of an entropy bonus."""
-    max_importance_weight: float | None = None
-    """Limit of the weights that correct for an engine whose logprobs differ from the trainer's; None: no
-    correction."""
-
-    def __post_init__(self) -> None:
-        if self.name not in get_args(LossName):
-            raise InputError(f"loss: got {self.name!r}, expected one of {', '.join(get_args(LossName))}")
-        if self.reference_kl_estimator not in get_args(KlEstimator):
-            raise InputError(
-                f"reference_kl_estimator: got {self.reference_kl_estimator!r}, "
-                f"expected one of {', '.join(get_args(KlEstimator))}"
-            )
-        for name in ("clip_low", "clip_high", "reference_kl_coefficient", "entropy_coefficient"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name}: got {getattr(self, name):g}, expected 0 or more")
-        if self.max_importance_weight is not None and not self.max_importance_weight > 0:
-            raise InputError(
-                f"max_importance_weight: got {self.max_importance_weight:g}, expected more than 0"
-            )
 
 
 def ppo_loss(

@@ -13,14 +13,14 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from branchline.core.choices import TrackerName
 from branchline.core.errors import InputError, MissingExtraError
 from branchline.core.extras import pip_install
 
 log = logging.getLogger("branchline.train")
 METRICS_FILE = "metrics.jsonl"
-TrackerName = Literal["trackio", "wandb", "mlflow"]
 
 
 class MetricsLog:

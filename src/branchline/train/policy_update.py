@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,52 +19,13 @@ from torch import Tensor
 
 from branchline.core.errors import BranchlineError, InputError
 from branchline.export.packing import PackedBatch, TrainingRow, pack_rows
-from branchline.train.layouts import LayoutOption, prepare_model
-from branchline.train.losses import LossConfig, k3_divergence
+from branchline.train.config import UpdateConfig as UpdateConfig
+from branchline.train.layouts import prepare_model
+from branchline.train.losses import k3_divergence
 from branchline.train.packed_forward import TokenOutputs, forward_packed, forward_row
 from branchline.train.policy_loss import WeightedSum, policy_loss
 
-Schedule = Literal["constant", "linear"]
 _GAP = "sampling/sampling_logp_difference"
-
-
-@dataclass(frozen=True)
-class UpdateConfig:
-    """How a batch of rows changes the weights."""
-
-    learning_rate: float = 1e-5
-    schedule: Schedule = "constant"
-    """`linear`: the learning rate falls to 0 over the steps of the run."""
-    passes: int = 1
-    """Optimizer steps on each batch of rows."""
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.0
-    max_batch_tokens: int | None = 4096
-    """Tokens of one forward pass; gradients of all passes are added up before the optimizer step. A longer
-    row has a pass of its own; None: all rows are one pass."""
-    layout: LayoutOption = "auto"
-    """`rows`: each row has a forward pass of its own. `auto`: so if the model cannot follow packed trees,
-    which is tested with random ids at the start. `tree`: such a model is refused."""
-    temperature: float = 1.0
-    """The temperature that tokens are sampled with."""
-    loss: LossConfig = field(default_factory=lambda: LossConfig(max_importance_weight=2.0))
-
-    def __post_init__(self) -> None:
-        for name, least in (("learning_rate", 0.0), ("weight_decay", 0.0)):
-            if not getattr(self, name) >= least:
-                raise InputError(f"{name}: got {getattr(self, name):g}, expected {least:g} or more")
-        if self.layout not in get_args(LayoutOption):
-            raise InputError(
-                f"layout: got {self.layout!r}, expected one of {', '.join(get_args(LayoutOption))}"
-            )
-        if self.schedule not in get_args(Schedule):
-            raise InputError(f"schedule: got {self.schedule!r}, expected {' or '.join(get_args(Schedule))}")
-        for name in ("passes", "max_batch_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"{name}: got {value}, expected 1 or more")
-        for name in ("max_grad_norm", "temperature"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name}: got {getattr(self, name):g}, expected more than 0")
 
 
 class PolicyUpdater:

@@ -26,10 +26,10 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,12 +40,11 @@ from rich.console import Console
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import EpisodesFailedError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
-from branchline.engines.hf.scheduler import HfConfig
 from branchline.export.batches import training_rows
-from branchline.export.credit import CreditPolicy, GroupStatistics, GroupStd, Normaliser, group_statistics
+from branchline.export.credit import GroupStatistics, GroupStd, group_statistics
 from branchline.export.packing import TrainingRow
-from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
+from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.rollout.rewards import RewardFunction, VerifierCommand
@@ -57,6 +56,8 @@ from branchline.rollout.run_settings import (
     name_function,
 )
 from branchline.rollout.runners import RunnerSpec, make_runner
+from branchline.runtime.call_record import CallObserver
+from branchline.runtime.managed_session import SessionObserver
 from branchline.train.checkpoints import (
     CheckpointState,
     find_checkpoint,
@@ -64,10 +65,11 @@ from branchline.train.checkpoints import (
     load_state,
     save_checkpoint,
 )
+from branchline.train.config import TrainerConfig as TrainerConfig
 from branchline.train.episodes import EpisodeGroup, EpisodeRunner
 from branchline.train.layouts import FLEX
-from branchline.train.metrics import METRICS_FILE, MetricsLog, TrackerName
-from branchline.train.policy_update import PolicyUpdater, UpdateConfig
+from branchline.train.metrics import METRICS_FILE, MetricsLog
+from branchline.train.policy_update import PolicyUpdater
 from branchline.train.seeded_engine import SeededEngine
 
 T = TypeVar("T")
@@ -83,63 +85,6 @@ MAY_CHANGE = frozenset(
 )  # fmt: skip
 """Fields of TrainerConfig and of its `update` that a resumed run may have otherwise."""
 log = logging.getLogger("branchline.train")
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """How a run samples, learns and records."""
-
-    steps: int = 100
-    groups_per_step: int = 4
-    group_size: int = 8
-    """Sessions of one task, compared with each other."""
-    max_staleness: int = 0
-    """How many versions the policy may have moved between the start of an episode and its update."""
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    normaliser: Normaliser = "trajectory"
-    constant_length: int | None = None
-    """Of the normaliser `constant`: the loss is divided by this times the number of episodes. TRL's
-    `max_completion_length`, the most tokens that an episode may have."""
-    credit: CreditPolicy = field(default_factory=CreditPolicy)
-    group_std: GroupStd = "sample"
-    """What advantages are divided by: the standard deviation of their group, or nothing."""
-    export_policy: ExportPolicy | None = None
-    """Which outputs are trained, and how shared tokens count; None: the sessions' own policy."""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """Further sampling parameters of all sessions; they override those of the agent. One of UNTRUNCATED is
-    sampled with, and not corrected for in training."""
-    engine: HfConfig = field(default_factory=lambda: HfConfig(logprob_kind="processed"))
-    episode_timeout_s: float | None = None
-    checkpoint_every: int | None = 10
-    """None: no checkpoint is saved, also not at the end."""
-    keep_checkpoints: int = 2
-    seed: int = 0
-    deterministic: bool = False
-    """Sample each reply alone, so that runs with one seed are equal bit for bit on one CPU; several times
-    slower. Else they differ by rounding: the engine computes together what happens to arrive together."""
-    report_to: tuple[TrackerName, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("groups_per_step", 1), ("group_size", 2), ("max_staleness", 0),
-                            ("checkpoint_every", 1), ("keep_checkpoints", 1),
-                            ("constant_length", 1)):  # fmt: skip
-            if (value := getattr(self, name)) is not None and value < least:
-                raise InputError(f"{name}: got {value}, expected {least} or more")
-        for name, names in (("normaliser", get_args(Normaliser)), ("group_std", get_args(GroupStd))):
-            if (choice := getattr(self, name)) not in names:
-                raise InputError(f"{name}: got {choice!r}, expected one of {', '.join(names)}")
-        if (self.normaliser == "constant") != (self.constant_length is not None):
-            raise InputError(
-                f"constant_length: got {self.constant_length} for the normaliser {self.normaliser!r}, "
-                "expected a number of tokens for `constant` and None for the others"
-            )
-        if self.deterministic and self.max_staleness:
-            raise InputError(
-                f"max_staleness: got {self.max_staleness}, expected 0 for a deterministic run: which weights "
-                "sample a token would depend on the time"
-            )
-        if "temperature" in self.sampling:
-            raise InputError("sampling.temperature: expected it in update.temperature, which trains it too")
 
 
 @dataclass(frozen=True)
@@ -171,11 +116,17 @@ class Trainer(Generic[T]):
         reward: RewardFunction | VerifierCommand | None = None,
         resume: bool = False,
         device: str | None = None,
+        gateway: GatewayConfig | None = None,
+        observers: Sequence[CallObserver] = (),
+        on_session_end: Sequence[SessionObserver] = (),
     ) -> None:
         """`model` is a folder or a Hugging Face name. `agent` is a function of (task, session), another
         runner of `rollout/runners.py`, or the name of one. `tasks` is a sequence to draw from, or a function
         that draws one. `reward` is a function of (task, trajectory), for agents that return no reward. A run
-        folder that has a checkpoint is continued with `resume` and refused without."""
+        folder that has a checkpoint is continued with `resume` and refused without. `gateway` and the
+        observers are those of the gateway that records the sessions."""
+        self._gateway_config = gateway or GatewayConfig()
+        self._observers, self._on_session_end = tuple(observers), tuple(on_session_end)
         self.config = config = config or TrainerConfig()
         self.run_folder = Path(run_folder)
         self._agent = make_runner(agent)
@@ -242,7 +193,13 @@ class Trainer(Generic[T]):
         engine = SeededEngine(model, engine_config, name="policy", version=self.step, run_seed=config.seed)
         batches: deque[asyncio.Task[list[EpisodeGroup]]] = deque()
         try:
-            async with Gateway(engine=engine, codec=self.codec) as gateway:
+            async with Gateway(
+                engine=engine,
+                codec=self.codec,
+                config=self._gateway_config,
+                observers=self._observers,
+                on_session_end=self._on_session_end,
+            ) as gateway:
                 runner = EpisodeRunner(
                     gateway,
                     self._agent,

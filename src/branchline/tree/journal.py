@@ -39,6 +39,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from branchline.core.choices import Durability as Durability
 from branchline.core.errors import JournalError
 from branchline.tree.journal_file import (
     CHECKSUM_OFFSET,
@@ -56,9 +57,6 @@ from branchline.tree.journal_file import (
     repair_hint,
     report_dropped_tail,
     session_seed,
-)
-from branchline.tree.journal_file import (
-    Durability as Durability,
 )
 
 log = logging.getLogger("branchline.journal")

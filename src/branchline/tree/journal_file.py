@@ -20,20 +20,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from branchline.core.choices import Durability
 from branchline.core.errors import JournalError
 
 if sys.platform != "win32":
     import fcntl
 
 log = logging.getLogger("branchline.journal")
-
-Durability = Literal["process", "disk"]
 
 # NORMAL leaves a commit in the kernel's page cache, which survives kill -9; FULL fsyncs the WAL at every
 # commit, which survives power loss. (fullfsync: on macOS a plain fsync stops at the drive's own cache.)

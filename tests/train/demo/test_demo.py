@@ -72,10 +72,11 @@ def test_an_interrupted_demo_is_resumed_with_its_own_settings(
     with monkeypatch.context() as patch:
         patch.setattr(demo, "_show_steps", interrupt)
         assert main(["demo", "--steps", "2", "--seed", "5", "--run-folder", str(folder)]) == 130
-    assert f"--resume {folder}" in capsys.readouterr().out.replace("\n", "")
+    assert f"--run-folder {folder} --resume" in capsys.readouterr().out.replace("\n", "")
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1]
-    assert main(["demo", "--resume", str(folder), "--seed", "1"]) == 2
-    assert main(["demo", "--json", "--resume", str(folder)]) == 0
+    resume = ["demo", "--run-folder", str(folder), "--resume"]
+    assert main([*resume, "--seed", "5"]) == 2
+    assert main([*resume, "--json"]) == 0
     assert last_json(capsys.readouterr().out)["steps"] == 2
     assert json.loads((folder / "demo.json").read_text()) == {"seed": 5, "steps": 2}
 

@@ -25,29 +25,24 @@ from rich.text import Text
 
 from branchline.core.errors import InputError
 from branchline.engines.hf.scheduler import HfConfig
+from branchline.gateway.config import GatewayConfig
 from branchline.rollout.runners import RunnerFunction
 from branchline.rollout.session_gateway import AgentSession
+from branchline.runtime.call_record import CallObserver
+from branchline.runtime.managed_session import SessionObserver
 from branchline.train.demo import MODEL_FOLDER
 from branchline.train.demo.archive import CHANCE, ArchiveTask, run_archive_agent
 from branchline.train.demo.curves import Curve, check_matplotlib, plot_curves
 from branchline.train.demo.evaluation import Evaluation, evaluate, session_client
+from branchline.train.demo.settings import DemoSettings as DemoSettings
 from branchline.train.metrics import read_metrics
 from branchline.train.policy_update import UpdateConfig
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step
 
-DEFAULT_STEPS = 60
 _LEARNED_GAIN = 0.3
 """The rise of the reward from which on a run counts as learned."""
 _EVALUATION_TASKS = 64
 _SETTINGS_FILE = "demo.json"
-
-
-@dataclass(frozen=True)
-class DemoSettings:
-    """What a run of the demo is defined by."""
-
-    seed: int = 0
-    steps: int = DEFAULT_STEPS
 
 
 @dataclass(frozen=True)
@@ -100,11 +95,19 @@ def demo_config(settings: DemoSettings) -> TrainerConfig:
 
 
 def run_demo(
-    settings: DemoSettings | None, run_folder: Path, console: Console, *, resume: bool = False
+    settings: DemoSettings | None,
+    run_folder: Path,
+    console: Console,
+    *,
+    resume: bool = False,
+    gateway: GatewayConfig | None = None,
+    observers: Sequence[CallObserver] = (),
+    on_session_end: Sequence[SessionObserver] = (),
 ) -> DemoResult:
     """Runs the demo, or continues it, and returns its outcome. `settings` of a resumed run are its own.
 
-    A KeyboardInterrupt leaves a run folder that can be resumed.
+    `gateway` and the observers are those of the gateway in training. A KeyboardInterrupt leaves a run folder
+    that can be resumed.
     """
     check_matplotlib()
     settings_file = run_folder / _SETTINGS_FILE
@@ -127,6 +130,9 @@ def run_demo(
         demo_config(settings),
         run_folder=run_folder,
         resume=resume,
+        gateway=gateway,
+        observers=observers,
+        on_session_end=on_session_end,
     )
     settings_file.write_text(json.dumps(asdict(settings)) + "\n")
     return asyncio.run(_run(trainer, client, settings, console))

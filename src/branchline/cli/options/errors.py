@@ -1,0 +1,39 @@
+"""Errors of options: one sentence with the source, what was given and expected, and where the help is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from branchline.core.errors import InputError
+
+_MAX_SHOWN = 120
+
+
+class UsageError(InputError):
+    """A command line, a variable or a file of options cannot be used."""
+
+
+def usage_error(command: str, problem: str, *, all_options: bool = False) -> UsageError:
+    """An error that says where the help is."""
+    name = f"branchline {command}".strip()
+    return UsageError(f"{problem} ({name} {'--help-all' if all_options else '--help'})")
+
+
+def show(value: object) -> str:
+    """A value for an error, on one line and cut."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def either(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *first, last = [*names] or [""]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean …?`, or nothing if no name is close."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
