@@ -129,6 +129,29 @@ def test_agents_get_variables_that_are_no_options() -> None:
     assert set(re.findall(r"BRANCHLINE_\w+", source)) <= set(OTHER_VARIABLES)
 
 
+def test_a_name_is_one_kind_of_value_in_all_commands() -> None:
+    kinds: dict[str, set[object]] = {}
+    for command in EACH.values():
+        for option in OptionSchema(command.options).options.values():
+            kinds.setdefault(option.name, set()).add((option.type.scalar, option.type.is_repeated))
+    assert {name for name, found in kinds.items() if len(found) > 1} == set()
+
+
+def test_a_variable_that_no_command_has_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PROT", "JOURNALS", "STEPS", "TASK", "FAULTS", "ENGINE_KEY", "UPSTREAM_KEY_A"):
+        monkeypatch.setenv(f"BRANCHLINE_{name}", "1")
+    assert main(["serve", "--print-config"]) == 0
+    journals, prot = sorted(capsys.readouterr().err.splitlines())
+    warning = "branchline: warning: {}: no option has this variable; did you mean {}?"
+    assert prot == warning.format("BRANCHLINE_PROT", "BRANCHLINE_PORT")
+    assert journals == warning.format("BRANCHLINE_JOURNALS", "BRANCHLINE_JOURNAL")
+    monkeypatch.setenv("BRANCHLINE_RUN_FOLDR", "x")
+    assert main(["run", "--print-config"]) == 0
+    assert "did you mean BRANCHLINE_RUN_FOLDER?" in capsys.readouterr().err
+
+
 WRONG = [
     ("", "got no command, expected one of serve, run"),
     ("srve", "srve: unknown command; did you mean serve?"),

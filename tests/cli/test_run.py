@@ -16,6 +16,16 @@ from branchline import read_jsonl, read_parquet
 from branchline.cli.main import main
 
 ROOT = Path(__file__).parents[2]
+FORKER = """
+import httpx
+
+async def run(task, session):
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.api_key}"}) as http:
+        for text in ("one", "two"):
+            messages = [{"role": "user", "content": "same"}, {"role": "user", "content": text}]
+            body = {"model": "m", "messages": messages}
+            await http.post(f"{session.base_url}/chat/completions", json=body)
+"""
 AGENT = """
 import httpx, os, asyncio
 
@@ -129,8 +139,45 @@ def test_a_verifier_that_hangs_fails_its_session_after_its_time_limit(folder: Pa
     assert (line["cause"], line["error"]) == ("reward_error", "TimeoutError: timed out after 0.2 s")
 
 
+def test_the_options_of_a_run_are_kept_and_can_be_used_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--agent", "clerk:run", "--limit", "1", "--n", "2"]
+    assert run_tasks(*run) == 0
+    kept = (folder / "out/config.yaml").read_text()
+    assert run_tasks(*run, "--resume", "--concurrency", "3") == 0
+    assert (folder / "out/config.yaml").read_text() == kept, "a resumed run leaves it as it is"
+    capsys.readouterr()
+    assert main(["run", "--config", "out/config.yaml", "--run-folder", "again"]) == 0
+    assert len((folder / "again/trajectories.jsonl").read_text().splitlines()) == 2
+    assert (folder / "again/config.yaml").read_text() == kept.replace("run_folder: out", "run_folder: again")
+
+
+def test_without_a_name_the_folder_is_that_of_the_command_and_the_time(folder: Path) -> None:
+    assert main(["run", "tasks.jsonl", "--engine", "scripted", "--agent", "clerk:run", "--limit", "1"]) == 0
+    (found,) = (folder / "runs").iterdir()
+    assert re.fullmatch(r"run-\d{8}-\d{6}", found.name)
+
+
+def test_calls_and_forks_of_a_run_are_logged_on_request(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "forker.py").write_text(FORKER)
+    run = ["run", "tasks.jsonl", "--engine", "scripted", "--agent", "forker:run", "--limit", "1"]
+    assert (
+        main([*run, "--run-folder", "a", "--log-level", "info", "--log-format", "json", "--explain-forks"])
+        == 0
+    )
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    messages = [line["message"] for line in lines]
+    assert messages.count("call") == 2
+    assert sum(message.startswith("fork in session") for message in messages) == 1
+    assert main([*run, "--run-folder", "b"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_samples_may_be_parquet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_tasks("--agent", "clerk:run", "--samples", "parquet") == 0
+    assert run_tasks("--agent", "clerk:run", "--sample-format", "parquet") == 0
     rows = read_parquet(folder / "out/samples/part-00000.parquet")
     assert [session_name(row.session) for row in rows] == ["a-0"]
     assert not (folder / "out/samples.jsonl").exists()

@@ -64,8 +64,8 @@ REWARD = ("--reward", "teller:score")
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [
-        (("--samples", "parquet"), (), "samples: this run has 'parquet', got 'jsonl'"),
-        ((), ("--samples", "parquet"), "samples: this run has 'jsonl', got 'parquet'"),
+        (("--sample-format", "parquet"), (), "samples: this run has 'parquet', got 'jsonl'"),
+        ((), ("--sample-format", "parquet"), "samples: this run has 'jsonl', got 'parquet'"),
         ((), ("--agent", "x=teller:other"), "agents: this run has {'': 'teller:run'}, got {'': 'teller:run'"),
         ((), REWARD, "reward: this run has None, got 'teller:score'"),
         (REWARD, (), "reward: this run has 'teller:score', got None"),
@@ -135,7 +135,7 @@ def test_the_address_of_an_engine_is_no_setting() -> None:
 
 def test_all_contradictions_are_named_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_tasks() == 0
-    assert run_tasks(*REWARD, "--samples", "parquet", "--resume", agent="teller:other") == 2
+    assert run_tasks(*REWARD, "--sample-format", "parquet", "--resume", agent="teller:other") == 2
     error = capsys.readouterr().err
     for name in ("samples", "agents", "reward"):
         assert f"{name}: this run has" in error
@@ -177,20 +177,20 @@ def test_what_makes_a_run_faster_may_change(folder: Path) -> None:
 def test_a_run_of_an_older_version_continues_with_one_sentence(
     folder: Path, samples: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_tasks("--samples", samples) == 0
+    assert run_tasks("--sample-format", samples) == 0
     file = folder / "out/run.json"
     settings = json.loads(file.read_text())
     older = {name: settings[name] for name in ("tasks", "tasks_digest", "n", "ray", "run")}
     file.write_text(json.dumps(older))
     other = {"jsonl": "parquet", "parquet": "jsonl"}[samples]
-    assert run_tasks("--samples", other, "--resume") == 2
+    assert run_tasks("--sample-format", other, "--resume") == 2
     assert f"samples: this run has '{samples}', got '{other}'" in capsys.readouterr().err, "by its files"
     with caplog.at_level(logging.WARNING):
-        assert run_tasks("--samples", samples, "--resume") == 0
+        assert run_tasks("--sample-format", samples, "--resume") == 0
     (sentence,) = [one.message for one in caplog.records if "run.json" in one.message]
     assert "does not say what the run had as agents, reward, judge" in sentence
     assert json.loads(file.read_text()) == settings, "from now on it does"
-    assert run_tasks("--samples", samples, *REWARD, "--resume") == 2
+    assert run_tasks("--sample-format", samples, *REWARD, "--resume") == 2
 
 
 def test_a_file_without_settings_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

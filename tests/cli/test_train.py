@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 pytest.importorskip("torch")
 
@@ -34,14 +35,29 @@ def test_it_trains_the_demos_model_and_continues(
     assert [line["learning_rate"] for line in lines] == [5e-4, 0]
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     assert list((tmp_path / "run/checkpoints").iterdir())
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert (config["training"]["steps"], config["training"]["n"]) == (1, 2), "as the run began"
+
+
+def test_calls_of_a_training_run_are_logged_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = ["train", "examples/rollout/records.jsonl", *OPTIONS, *SMALL, "--steps", "1", "--json"]
+    logs = ["--log-level", "info", "--log-format", "json", "--explain-forks"]
+    assert main([*run, *logs, "--run-folder", str(tmp_path / "a")]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert {"call", "session opened"} <= {line["message"] for line in lines}
+    assert main([*run, "--run-folder", str(tmp_path / "b")]) == 0
+    assert '"call"' not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["--resume"], "--resume: expected it with --run-folder only"),
-        (["--max-batch-tokens", "0"], "max_batch_tokens: got 0, expected 1 or more"),
-        (["--learning-rate", "-1"], "learning_rate: got -1, expected 0 or more"),
+        (["--max-batch-tokens", "0"], "--max-batch-tokens: got 0, expected 1 or more"),
+        (["--learning-rate", "-1"], "--learning-rate: got -1, expected 0 or more"),
         (["--agent", "examples.rollout.script_agent:nothing"], "which cannot be loaded"),
     ],
 )

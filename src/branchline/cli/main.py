@@ -126,7 +126,29 @@ def _execute(command: Command, arguments: Sequence[str]) -> str | tuple[str, int
     from branchline.cli.options.parser import read_options
 
     read = read_options(command, arguments, os.environ)
+    _warn_of_variables(command)
     return read.text if read.text is not None else command.execute(read.options)
+
+
+def _warn_of_variables(command: Command) -> None:
+    """Names variables that no command has, and that look like one of this command."""
+    from branchline.cli.options.schema import OptionSchema
+    from branchline.cli.options.sources import misspelt_variables
+
+    for name, meant in misspelt_variables(OptionSchema(command.options), os.environ).items():
+        if not any(name in _variables(load_command(other)) for other in COMMANDS):
+            print(
+                f"branchline: warning: {name}: no option has this variable; did you mean {meant}?",
+                file=sys.stderr,
+            )
+
+
+def _variables(command: Command | CommandGroup) -> set[str]:
+    from branchline.cli.options.schema import OptionSchema
+
+    if isinstance(command, CommandGroup):
+        return {name for _, action in command.actions.values() for name in _variables(action)}
+    return {option.variable for option in OptionSchema(command.options).options.values()}
 
 
 def _write(text: str) -> None:

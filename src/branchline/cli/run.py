@@ -20,8 +20,7 @@ from branchline.cli.commands.run import RunOptions
 from branchline.cli.engine_options import default_max_tokens
 from branchline.cli.engines import build_router, engine_keys
 from branchline.cli.observability import Observability, configure_observability
-from branchline.cli.options.parser import options_to_yaml
-from branchline.cli.run_folders import CONFIG_FILE, new_run_folder
+from branchline.cli.run_folders import keep_config, new_run_folder
 from branchline.cli.run_settings import describe_run
 from branchline.cli.stats import render_stats
 from branchline.core.errors import InputError
@@ -70,11 +69,10 @@ def run(options: RunOptions) -> tuple[str, int]:
         options.rollout.n,
         resume=options.resume,
         is_ray=options.cluster.ray is not None,
-        samples=options.samples,
+        samples=options.sample_format,
         settings=describe_run(options, runners, reward, judge, None if engine is None else engine[0]),
     )
-    if not (folder.path / CONFIG_FILE).exists():
-        (folder.path / CONFIG_FILE).write_text(options_to_yaml(options), "utf-8")
+    keep_config(folder.path, options)
     observability = configure_observability(options.logs)
     try:
         stats = run_server(_run(options, tasks, (runners, reward, judge), folder, engine, observability))

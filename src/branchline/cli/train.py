@@ -9,25 +9,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from branchline.cli.agents import build_reward, build_runners
 from branchline.cli.commands.train import TrainOptions
 from branchline.cli.observability import Observability, configure_observability
-from branchline.cli.options.parser import options_to_yaml
-from branchline.cli.run_folders import CONFIG_FILE, new_run_folder
+from branchline.cli.run_folders import keep_config, new_run_folder
 from branchline.core.errors import EpisodesFailedError, InputError
+from branchline.engines.hf_config import HfConfig
 from branchline.train.config import TrainerConfig
 
 if TYPE_CHECKING:  # imported late below: it needs packages of the `train` extra
     from branchline.rollout.runners import Runner
     from branchline.train.trainer import Trainer
-
-T = TypeVar("T")
-_DEMO_LEARNING_RATE, _LEARNING_RATE = 5e-4, 1e-6
-_DEMO_MAX_BATCH_TOKENS, _MAX_BATCH_TOKENS = 384, 4096
 
 
 def run(options: TrainOptions) -> str | tuple[str, int]:
@@ -80,8 +76,7 @@ def _train(
         observers=observability.observers,
         on_session_end=observability.on_end,
     )
-    if not (folder / CONFIG_FILE).exists():
-        (folder / CONFIG_FILE).write_text(options_to_yaml(options), "utf-8")
+    keep_config(folder, options)
     console = Console(file=sys.stderr if options.json else None)
     try:
         metrics = asyncio.run(_run(trainer, console))
@@ -104,30 +99,12 @@ def _train(
 
 
 def _config(options: TrainOptions) -> TrainerConfig:
-    from branchline.engines.hf_config import HfConfig
-
-    config, update = options.training, options.update
+    config = replace(options.training, update=options.update_config())
     if options.model:
-        update = replace(
-            update,
-            learning_rate=_value(options.learning_rate, _LEARNING_RATE),
-            max_batch_tokens=_value(options.max_batch_tokens, _MAX_BATCH_TOKENS),
-            schedule=options.schedule or update.schedule,
-        )
-        return replace(config, update=update)
-    update = replace(
-        update,
-        learning_rate=_value(options.learning_rate, _DEMO_LEARNING_RATE),
-        schedule=options.schedule or "linear",
-        max_batch_tokens=_value(options.max_batch_tokens, _DEMO_MAX_BATCH_TOKENS),
-    )
+        return config
     # As in the demo: chosen for two CPU cores and half a million weights.
     engine = HfConfig(logprob_kind="processed", prefill_tokens=2048, threads=1)
-    return replace(config, group_std="none", update=update, engine=engine)
-
-
-def _value(given: T | None, default: T) -> T:
-    return default if given is None else given
+    return replace(config, group_std="none", engine=engine)
 
 
 async def _run(trainer: Trainer[Any], console: Console) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ class GatewayConfig:
     """The key for all sessions; generated and printed if it is not given. Better set as the variable, where
     no other user sees it."""
     auth: bool = option(True, basic=True)
-    """Keys are required; without them the gateway listens on loopback only."""
+    """Clients need keys; with --no-auth they need none, and the gateway listens on loopback only."""
     max_in_flight: int = 2048
     """Concurrent generations; further calls get 429 with Retry-After."""
     max_body_bytes: int = 64 * 1024 * 1024

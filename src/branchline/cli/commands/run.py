@@ -47,7 +47,7 @@ class RunOptions:
     """Continue the run in --run-folder, with the same tasks, agents, reward, engine and formats."""
     limit: int | None = option(None, basic=True)
     """Run the first N tasks only."""
-    samples: Literal["jsonl", "parquet"] = "jsonl"
+    sample_format: Literal["jsonl", "parquet"] = "jsonl"
     """Format of samples."""
     json: bool = option(False, basic=True)
     """Print the figures as one JSON object."""
@@ -99,5 +99,5 @@ COMMAND = Command(
     _DESCRIPTION,
     _EXAMPLES,
     _DETAILS,
-    renamed={"out": "run_folder"},
+    renamed={"out": "run_folder", "samples": "sample_format"},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from branchline.cli.agents import AGENT_HELP, AgentOptions
@@ -42,6 +42,19 @@ class TrainOptions:
     )
     gateway: GatewayConfig = group(GatewayConfig, "gateway", only=("explain_forks",))
     logs: ObservabilityOptions = group(quiet_logs, "logs")
+
+    def __post_init__(self) -> None:
+        self.update_config()
+
+    def update_config(self) -> UpdateConfig:
+        """The settings of updates, with what suits the model where none was given."""
+        rate, tokens, schedule = (1e-6, 4096, "constant") if self.model else (5e-4, 384, "linear")
+        return replace(
+            self.update,
+            learning_rate=rate if self.learning_rate is None else self.learning_rate,
+            max_batch_tokens=tokens if self.max_batch_tokens is None else self.max_batch_tokens,
+            schedule=self.schedule or schedule,
+        )
 
 
 _DESCRIPTION = """\

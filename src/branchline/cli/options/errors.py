@@ -33,7 +33,12 @@ def either(names: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?`, or nothing if no name is close."""
+    close = closest(name, known, 0.6)
+    return f"; did you mean {close}?" if close else ""
+
+
+def closest(name: str, known: Iterable[str], similarity: float) -> str:
+    """The name that is most like another one, or an empty text if none is."""
     from difflib import get_close_matches
 
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=similarity)), "")

@@ -6,17 +6,20 @@ Each value keeps the name of its source, which errors of it begin with: `--port`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from branchline.cli.options.command import Command
-from branchline.cli.options.errors import UsageError, did_you_mean, show, usage_error
+from branchline.cli.options.errors import UsageError, closest, did_you_mean, show, usage_error
 from branchline.cli.options.schema import CONFIG_OPTIONS, VARIABLE_PREFIX, Option, OptionSchema
 from branchline.cli.options.values import WrongValueError
 
 CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
+_OTHER_VARIABLES = re.compile(r"TASK|TASK_FILE|PROMPT|SESSION|CONFIG|(ENGINE|JUDGE|UPSTREAM)_KEY(_.*)?")
+"""What a run sets for its agents, and keys: no options, and no misspelt ones either."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,15 @@ def read_variables(command: Command, schema: OptionSchema, environ: Mapping[str,
             value = _read(command, option, option.variable, option.type.from_text, text)
             given[option.name] = Given(value, option.variable, "variable")
     return given
+
+
+def misspelt_variables(schema: OptionSchema, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are no options of a command, with the one that was probably meant."""
+    known = [option.name.upper() for option in schema.options.values() if option.about.variable]
+    names = [name.removeprefix(VARIABLE_PREFIX) for name in environ if name.startswith(VARIABLE_PREFIX)]
+    unknown = [name for name in names if name not in known and not _OTHER_VARIABLES.fullmatch(name)]
+    found = {name: closest(name, known, 0.75) for name in unknown}
+    return {VARIABLE_PREFIX + name: VARIABLE_PREFIX + near for name, near in found.items() if near}
 
 
 def read_file(command: Command, schema: OptionSchema, file: Path) -> dict[str, Given]:
