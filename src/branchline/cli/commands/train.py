@@ -48,7 +48,8 @@ class TrainOptions:
 
     def update_config(self) -> UpdateConfig:
         """The settings of updates, with what suits the model where none was given."""
-        rate, tokens, schedule = (1e-6, 4096, "constant") if self.model else (5e-4, 384, "linear")
+        rate, tokens = (1e-6, 4096) if self.model else (5e-4, 384)
+        schedule: Schedule = "constant" if self.model else "linear"
         return replace(
             self.update,
             learning_rate=rate if self.learning_rate is None else self.learning_rate,
