@@ -215,7 +215,7 @@ class _Classifier:
             return Cause.SIDE_CALL
         if signals.has_other_system_prompt(branch, sibling):
             return Cause.OTHER_SYSTEM_PROMPT
-        quoted = signals.quoted_output(branch)
+        quoted = signals.quoted_output(branch, shared)
         if quoted is not None and signals.may_summarise(quoted, branch):
             self._edges.append(Edge(Cause.COMPACTION, quoted, branch))
             return Cause.COMPACTION
@@ -264,13 +264,15 @@ class _Classifier:
         ]
 
     def _conversations(self, forks: Sequence[Fork]) -> Conversations:
-        """Links each branch that stays in a conversation with the summary that it quotes, if that was written
-        under its own system prompt, else with its sibling."""
+        """Links each branch that stays in a conversation with its sibling, or with the summary that it quotes
+        if it shows no answers and that was written under its own system prompt."""
         signals = self._signals
         summaries = {
             edge.target.id: edge.source.id
             for edge in self._edges
-            if edge.cause == Cause.COMPACTION and signals.have_one_system_prompt(edge.source, edge.target)
+            if edge.cause == Cause.COMPACTION
+            and signals.have_one_system_prompt(edge.source, edge.target)
+            and not signals.shows_answers(edge.target)
         }
         return Conversations(
             self._tree,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -56,9 +56,8 @@ class ForkSignals(Branches):
         latest tool call of the agent that spawned it, if a header names one.
 
         The first user text is a task if a call contains it. Any other user text (a part after a reminder, a
-        message after a greeting) must also be new to the caller, and the branch must not show that call,
-        because then it would be the caller's own conversation. With `strict`, this applies to the first text
-        too.
+        message after a greeting) must also be new to the caller; with `strict`, the first text too. A branch
+        that shows a call that contains the text is the caller's own conversation.
         """
         call = self.first_call(branch)
         parent = self._parent_agent(self.agent_call(branch))
@@ -66,17 +65,14 @@ class ForkSignals(Branches):
         first, tasks = _task_texts(messages)
         if parent is None and not tasks:
             return None
-        with_task, with_new_task = self._tasks
+        with_task, with_new_task, callers = self._tasks
+        shown = {message.key for message in messages if message.tool_calls}
+        tasks = {task for task in tasks if shown.isdisjoint(callers.get(task, ()))}
         found: list[Node] = []
         if not strict and first in tasks:
             found += islice(self._latest_first(with_task.get((first, parent), ()), call, branch), 1)
-        shown: set[bytes] = set()
         for task in tasks:
-            for node in self._latest_first(with_new_task.get((task, parent), ()), call, branch):
-                shown = shown or {message.key for message in messages}
-                if node.message.key not in shown:
-                    found.append(node)
-                    break
+            found += islice(self._latest_first(with_new_task.get((task, parent), ()), call, branch), 1)
         if not found and parent is not None:
             found += islice(self._latest_first(self._tool_call_nodes.get(parent, ()), call), 1)
         return max(found, key=lambda node: node.id, default=None)
@@ -120,15 +116,15 @@ class ForkSignals(Branches):
         return found
 
     @cached_property
-    def _tasks(self) -> tuple[_NodesByText, _NodesByText]:
+    def _tasks(self) -> tuple[_NodesByText, _NodesByText, dict[str, set[bytes]]]:
         """The outputs whose tool calls contain the task of a branch, by task and agent: all of them, and
-        those to whose conversation the task is new."""
+        those to whose conversation the task is new. The keys of their messages, by task."""
         made = self._tool_call_nodes.get(None, [])
         tasks = {
             task for branch in self._branches() for task in _task_texts(self._prompt_messages(branch))[1]
         }
         if not tasks:
-            return {}, {}
+            return {}, {}, {}
         task_of = {text_bytes(task): task for task in tasks}
         # Canonical arguments use the escapes of this encoder.
         task_of_json = {msgspec.json.encode(task)[1:-1]: task for task in tasks}
@@ -136,18 +132,20 @@ class ForkSignals(Branches):
         user_positions = self._user_positions(tasks)
         with_task: _NodesByText = {}
         with_new_task: _NodesByText = {}
+        callers: dict[str, set[bytes]] = {}
         for node in made:
             passed: set[str] = set()
             for call in node.message.tool_calls:
                 passed.update(task_of[text] for text in as_text.find(text_bytes(call.arguments)))
                 passed.update(task_of_json[text] for text in as_json.find(call.canonical_arguments))
             for task in passed:
+                callers.setdefault(task, set()).add(node.message.key)
                 is_new = not self._tour.is_below_any(node, user_positions.get(task, []))
                 for agent in (node.agent, None):
                     with_task.setdefault((task, agent), []).append(node)
                     if is_new:
                         with_new_task.setdefault((task, agent), []).append(node)
-        return with_task, with_new_task
+        return with_task, with_new_task, callers
 
     def _branches(self) -> Iterator[Node]:
         """Yields the nodes with siblings that may begin another agent's conversation."""
@@ -170,11 +168,15 @@ class ForkSignals(Branches):
                         found.append(position)
         return positions
 
-    def quoted_output(self, branch: Node) -> Node | None:
-        """Returns an earlier output of the same agent that the first new messages of a branch contain."""
+    def quoted_output(self, branch: Node, shared: Collection[bytes] = ()) -> Node | None:
+        """Returns an earlier output of the same agent that the first new messages of a branch contain, apart
+        from those that it shares with its sibling. Tool results do not count: they are what sub-agents
+        answered."""
         call = self.first_call(branch)
         texts = [
-            message.content for message in self.prompt_messages_below(branch) if message.role != "assistant"
+            message.content
+            for message in self.prompt_messages_below(branch)
+            if message.role not in ("assistant", "tool") and message.key not in shared
         ]
         texts = [text for text in texts[:_MAX_MESSAGES_SEARCHED] if len(text) >= _MIN_QUOTE_CHARS]
         found: list[Node] = []
@@ -242,11 +244,16 @@ class ForkSignals(Branches):
         parent = branch.parent
         assert parent is not None
         if parent.id not in self._lacks_tools_below:
-            has_answer = any(node.is_sampled or node.source_id != NO_NODE for node in parent.path())
+            has_answer = any(map(_is_answer, parent.path()))
             self._lacks_tools_below[parent.id] = has_answer and not any(
                 self.first_call(child).requested_config_digest for child in parent.all_children()
             )
         return self._lacks_tools_below[parent.id]
+
+    def shows_answers(self, branch: Node) -> bool:
+        """Whether the first prompt of a branch shows answers that were sampled before it."""
+        above = branch.parent.path() if branch.parent is not None else []
+        return any(_is_answer(node) for node in above) or self._repeats_answers(branch)
 
     def _repeats_answers(self, branch: Node) -> bool:
         """Whether the first prompt of a branch shows answers of before it, after a message that differs: the
@@ -322,6 +329,10 @@ def _message_texts(messages: Iterable[Message]) -> Iterator[str]:
     for message in messages:
         yield message.content.strip()
         yield from (part.strip() for part in message.parts if isinstance(part, str))
+
+
+def _is_answer(node: Node) -> bool:
+    return node.is_sampled or node.source_id != NO_NODE
 
 
 def is_deletion(new: Message, old: Message) -> bool:

@@ -6,7 +6,7 @@ What follows that answer and was cancelled is a part of it. Answers, rewards of 
 nowhere else.
 
 A branch belongs to the conversation of the sibling that it is compared with, whichever of the two came first.
-A compacted conversation belongs to the conversation whose summary it quotes.
+A compacted conversation belongs to the conversation whose summary it quotes, unless it shows answers itself.
 """
 
 from __future__ import annotations
