@@ -97,6 +97,13 @@ def test_keys_of_a_group_are_nested_or_not(tmp_path: Path) -> None:
         assert read("--config", write(tmp_path, text)).limits == Limits(max_calls=4)
 
 
+def test_a_group_may_be_empty_and_mappings_may_be_merged(tmp_path: Path) -> None:
+    assert read("--config", write(tmp_path, "count: 1\nlimits:\n  # max_calls: 3\n")).count == 1
+    text = "settings: &one {a: 1}\nlimits: {max_calls: 4}\n"
+    assert read("--config", write(tmp_path, text)).limits.max_calls == 4
+    assert read("--config", write(tmp_path, "settings: {<<: {a: 1}, b: 2}")).settings == {"a": 1, "b": 2}
+
+
 def test_the_command_line_comes_before_variables_and_these_before_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "{count: 1, tags: [x], max_calls: 5, is_on: true, kind: large}")
     plan = read("--config", file, "--count", "3", "--no-is-on", count="2", tags="y", max_calls="6")
@@ -124,9 +131,10 @@ def test_a_variable_of_something_else_is_no_option() -> None:
     [
         (["--prot", "1"], {}, "--prot: unknown option; did you mean --port? (branchline plan --help)"),
         (["--xyzzy"], {}, "--xyzzy: unknown option (branchline plan --help)"),
+        (["--wet"], {}, "--wet: unknown option (branchline plan --help)"),
         (["--label", "x"], {}, "--label: its name is --text now"),
         (["--cou", "1"], {}, "--cou: unknown option; did you mean --count?"),
-        (["--count", "--is-on"], {}, "--count: expected one argument"),
+        (["--count", "--is-on"], {}, "--count: expected a value"),
         (["--count", "x"], {}, "--count: got 'x', expected a whole number (branchline plan --help-all)"),
         (["--count", "1.5"], {}, "--count: got '1.5', expected a whole number"),
         (["--count", "1_0"], {}, "--count: got '1_0', expected a whole number"),
@@ -142,8 +150,11 @@ def test_a_variable_of_something_else_is_no_option() -> None:
         (["--text", "a", "--text", "b"], {}, "--text: got a and b, expected one of them"),
         (["--is-on", "--no-is-on"], {}, "--is-on: got yes and no, expected one of them"),
         (["--max-calls", "0"], {}, "--max-calls: got 0, expected 1 or more"),
-        (["more"], {}, "got 's', expected one SOURCE"),
-        (["--", "a", "--text"], {}, "got '--text', expected one SOURCE"),
+        (["more"], {}, "got 's', expected SOURCE only"),
+        (["--is-on=yes"], {}, "--is-on: got 'yes', expected no value"),
+        (["--config", "a.yaml", "--config", "b.yaml"], {}, "--config: got a.yaml and b.yaml, expected one"),
+        ([], {"config": "no.toml"}, "BRANCHLINE_CONFIG no.toml: cannot be read: No such file"),
+        (["--", "a", "--text"], {}, "got '--text', expected SOURCE only"),
         ([], {"count": "x"}, "BRANCHLINE_COUNT: got 'x', expected a whole number"),
         ([], {"is_on": "maybe"}, "BRANCHLINE_IS_ON: got 'maybe', expected yes or no"),
         ([], {"port": "[1"}, "BRANCHLINE_PORT: got '[1', expected JSON"),
@@ -181,6 +192,7 @@ def test_an_error_is_one_sentence_that_names_its_source(
         ("max_calls: 0", "plan.yaml: max_calls: got 0, expected 1 or more"),
         ("max_calls: 1\nlimits: {max_calls: 2}", "plan.yaml: limits.max_calls: got it twice, as "),
         ("count: 1\ncount: 2", "plan.yaml: line 1: got the key 'count' twice"),
+        ("limits: 5", "plan.yaml: limits: got 5, expected keys and values"),
         ("- 1", "plan.yaml: got [1], expected keys and values"),
         ("a: [", "plan.yaml: while parsing"),
         ("detail: x", "plan.yaml: detail: got 'x', expected it with --is-on only"),

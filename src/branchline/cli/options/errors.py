@@ -33,8 +33,9 @@ def either(names: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?`, or nothing if no name is close."""
-    close = closest(name, known, 0.6)
-    return f"; did you mean {close}?" if close else ""
+    of_word = {one.lstrip("-"): one for one in known}
+    close = closest(name.lstrip("-"), of_word, 0.6)
+    return f"; did you mean {of_word[close]}?" if close else ""
 
 
 def closest(name: str, known: Iterable[str], similarity: float) -> str:

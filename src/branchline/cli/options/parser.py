@@ -6,6 +6,7 @@ read_options(command, ["--port", "0"], os.environ)
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,10 @@ def read_options(
 
         return ReadOptions(text=command_help(command, schema, everything="--help-all" in level))
     texts = _split(command, schema, arguments)
-    config = texts.pop("config", None) or [environ.get(CONFIG_VARIABLE, "")]
+    config = _read_config(command, schema, texts.pop("config", []), environ)
     is_printed = bool(texts.pop("print_config", None))
     given = {
-        **(read_file(command, schema, Path(config[-1])) if config[-1] else {}),
+        **config,
         **read_variables(command, schema, environ),
         **read_arguments(command, schema, texts),
     }
@@ -63,6 +64,19 @@ def read_options(
     _check_effects(command, schema, given)
     options = make_options(command, schema, given)
     return ReadOptions(text=to_yaml(schema, values)) if is_printed else ReadOptions(options)
+
+
+def _read_config(
+    command: Command, schema: OptionSchema, files: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Given]:
+    """The values of the file that the command line names, else of the one that the variable names."""
+    if len(set(files)) > 1:
+        raise usage_error(command.name, f"--config: got {' and '.join(files)}, expected one of them")
+    if files:
+        return read_file(command, schema, Path(files[0]), "--config")
+    if file := environ.get(CONFIG_VARIABLE):
+        return read_file(command, schema, Path(file), CONFIG_VARIABLE)
+    return {}
 
 
 def make_options(command: Command, schema: OptionSchema, given: Mapping[str, Given]) -> Any:
@@ -140,7 +154,9 @@ class _Parser(argparse.ArgumentParser):
         self._command = command
 
     def error(self, message: str) -> NoReturn:
-        raise usage_error(self._command, message.removeprefix("argument "))
+        message = message.removeprefix("argument ").replace("expected one argument", "expected a value")
+        message = re.sub("ignored explicit argument (.*)", r"got \1, expected no value", message)
+        raise usage_error(self._command, message)
 
 
 def _before_separator(arguments: Sequence[str]) -> Sequence[str]:
@@ -176,5 +192,7 @@ def _extra_error(command: Command, schema: OptionSchema, extra: Sequence[str]) -
         if text.startswith("-") and text != "-" and flag not in known:
             return usage_error(command.name, f"{flag}: {unknown(command, schema, flag, 'option')}")
     positional = schema.positional
-    what = "no argument but options" if positional is None else f"one {positional.metavar}"
+    what = "options only" if positional is None else f"{positional.metavar} only"
+    if positional is None and "run_folder" in schema.options:
+        what += ", the folder of a run with --run-folder"
     return usage_error(command.name, f"got {show(extra[0])}, expected {what}")

@@ -66,12 +66,16 @@ def misspelt_variables(schema: OptionSchema, environ: Mapping[str, str]) -> dict
     return {VARIABLE_PREFIX + name: VARIABLE_PREFIX + near for name, near in found.items() if near}
 
 
-def read_file(command: Command, schema: OptionSchema, file: Path) -> dict[str, Given]:
+def read_file(
+    command: Command, schema: OptionSchema, file: Path, source: str = "--config"
+) -> dict[str, Given]:
     """The values of a YAML or TOML file. Its keys are names of options; those of a group may be nested."""
-    content = _load(file)
+    content = _load(file, source)
     given: dict[str, Given] = {}
     for path, key, value in _leaves(schema, content, ()):
         where = f"{file}: {'.'.join((*path, key))}"
+        if key in schema.groups:
+            raise usage_error(command.name, f"{where}: got {show(value)}, expected keys and values")
         option = schema.options.get(key)
         if option is None or path not in ((), option.path):
             raise usage_error(
@@ -105,8 +109,8 @@ def _leaves(
     schema: OptionSchema, content: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str, object]]:
     for key, value in content.items():
-        if key in schema.groups and isinstance(value, dict):
-            yield from _leaves(schema, value, (*path, key))
+        if key in schema.groups and (value is None or isinstance(value, dict)):
+            yield from _leaves(schema, value or {}, (*path, key))
         else:
             yield path, str(key), value
 
@@ -120,20 +124,20 @@ def _read(command: Command, option: Option, source: str, read: Callable[[Any], o
         raise usage_error(command.name, problem, all_options=not option.about.basic) from error
 
 
-def _load(file: Path) -> dict[str, Any]:
-    """The content of a file of options."""
+def _load(file: Path, source: str) -> dict[str, Any]:
+    """The content of a file of options, which `source` names."""
     loaders = {".yaml": _load_yaml, ".yml": _load_yaml, ".toml": _load_toml}
     load = loaders.get(file.suffix.lower())
     if load is None:
-        raise UsageError(f"--config: got {str(file)!r}, expected a file named .yaml, .yml or .toml")
+        raise UsageError(f"{source}: got {str(file)!r}, expected a file named .yaml, .yml or .toml")
     try:
         content = load(file.read_bytes().decode())
     except OSError as error:
-        raise UsageError(f"--config {file}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"{source} {file}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"--config {file}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{source} {file}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"--config {file}: got {show(content)}, expected keys and values")
+        raise UsageError(f"{source} {file}: got {show(content)}, expected keys and values")
     return content
 
 
@@ -150,7 +154,8 @@ def _load_yaml(text: str) -> object:
         """Refuses keys that are there twice, of which YAML would keep the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            keys = [self.construct_object(key, deep=True) for key in nodes]
             for key in keys:
                 if keys.count(key) > 1:
                     raise ValueError(f"line {node.start_mark.line + 1}: got the key {key!r} twice")
