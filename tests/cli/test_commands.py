@@ -53,6 +53,18 @@ def test_no_variable_is_one_of_something_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
+def test_texts_name_only_options_that_exist(name: str) -> None:
+    command = EACH[name]
+    text = "".join((command.description, command.examples, command.details))
+    text += "".join(option.help for option in OptionSchema(command.options).options.values())
+    known = {"--help", "--help-all", "--config"}
+    for other in EACH.values():
+        if other is command or f"branchline {other.name}" in text:
+            known |= {option.flag for option in OptionSchema(other.options).options.values()}
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) <= known
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_what_is_needed_and_what_was_renamed_exists(name: str) -> None:
     options = OptionSchema(EACH[name].options).options
     assert set(EACH[name].renamed.values()) <= options.keys()

@@ -38,8 +38,8 @@ name a turn, call, timeline, tool or agent that it is for. It comes from one of:
   --reward-command "command"  gets BRANCHLINE_TASK and the session's line on stdin; prints the reward as JSON
                               in its last line on stdout and ends with exit status 0. With --reward-exit-code
                               the exit status is the reward: 0 is 1, 1 is 0, others are errors
-  --judge-url, --judge-model  an LLM that scores the sessions of each task relative to each other
 """
+"""What `run` and `train` say of tasks, agents and rewards in their help."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class AgentOptions:
     """A shell command that runs the agent."""
     agent_url: str | None = option(None, basic=True, metavar="URL")
     """A service that runs the agent."""
-    agent_reward: bool = False
-    """The session's API key may post rewards, too."""
     reward: str | None = option(None, basic=True, metavar="MODULE:FUNCTION")
     """A function of (task, trajectory)."""
     reward_command: str | None = option(None, basic=True, metavar="COMMAND")

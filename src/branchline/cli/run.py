@@ -102,7 +102,7 @@ def _rollout_config(options: RunOptions) -> RolloutConfig:
     return replace(
         config,
         retries={**({"connection": 2} if options.cluster.ray else {}), **config.retries},
-        session={"agent_reward": options.agents.agent_reward, **config.session},
+        session={"agent_reward": options.agent_reward, **config.session},
     )
 
 

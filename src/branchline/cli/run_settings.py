@@ -47,7 +47,7 @@ def describe_run(
         "reward": options.agents.reward or describe_reward(reward),
         "judge": None if judge is None else {"model": judge_model, "rubric": _digest(judge.rubric)},
         "upstreams": sorted(text.partition("=")[0] for text in options.engines.upstream),
-        "agent_reward": options.agents.agent_reward,
+        "agent_reward": options.agent_reward,
         "session_options": dict(options.rollout.session),
         "oversample": options.rollout.oversample,
         "require_reward": options.rollout.require_reward,

@@ -129,12 +129,12 @@ class TrainerConfig:
     """Which outputs are trained, and how shared tokens count; None: the sessions' own policy."""
     sampling: dict[str, Any] = option(factory=dict)
     """Further sampling parameters of all sessions, which override those of the agent: '{"max_tokens": 200}'.
-    One that shapes the distribution (UNTRUNCATED) is sampled with, and not corrected for in training."""
+    One that shapes the distribution, such as top_p, is sampled with, and not corrected for in training."""
     engine: HfConfig = not_an_option(factory=lambda: HfConfig(logprob_kind="processed"))
     episode_timeout_s: float | None = option(None, name="timeout_s", metavar="S", basic=True)
     """Time limit of an agent; by default none."""
     checkpoint_every: int | None = 10
-    """Steps between checkpoints, the last step has one too; null: none is saved, also not at the end."""
+    """Steps between checkpoints; the last step has one, too. None (null in a file): no step has one."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept."""
     seed: int = option(0, basic=True)

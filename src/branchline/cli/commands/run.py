@@ -47,6 +47,8 @@ class RunOptions:
     """Continue the run in --run-folder, with the same tasks, agents, reward, engine and formats."""
     limit: int | None = option(None, basic=True)
     """Run the first N tasks only."""
+    agent_reward: bool = False
+    """The session's API key may post rewards, too."""
     sample_format: Literal["jsonl", "parquet"] = "jsonl"
     """Format of samples."""
     json: bool = option(False, basic=True)
@@ -83,7 +85,9 @@ more examples:
       --engine vllm --engine-url http://10.0.0.9:8000
       gateways and agents in processes of a Ray cluster, spread over its machines
 
-{AGENT_HELP}
+{AGENT_HELP}\
+  --judge-url, --judge-model  an LLM that scores the sessions of each task relative to each other
+
 The run folder gets trajectories.jsonl (a line for each session: task, agent_name, session, status, reward,
 histories, metrics), samples.jsonl or samples/*.parquet, stats.json, config.yaml (the options, for --config),
 the journal, and logs of commands. The status of a session is finished, failed (the agent, the reward or the
