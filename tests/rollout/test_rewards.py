@@ -326,9 +326,9 @@ def test_a_reward_for_a_part_that_the_session_does_not_have_fails_it_and_names_w
 # -- verifier commands -------------------------------------------------------------------------------
 
 
-def verified(command: str, *, exit_code: bool = False) -> list[Reward]:
+def verified(command: str, *, exit_code: bool = False, prompt: str = "question") -> list[Reward]:
     """Returns what a verifier says about an empty session of a task."""
-    job = SessionJob(RolloutTask("a", {"prompt": "question"}))
+    job = SessionJob(RolloutTask("a", {"prompt": prompt}))
     result = SessionResult(job, SessionEnd(), Trajectory(()))
     return asyncio.run(VerifierCommand(command, exit_code).score(result))
 
@@ -401,6 +401,13 @@ def test_a_verifier_that_crashes_is_an_error_whatever_it_printed(command: str, p
 def test_a_warning_on_stderr_does_not_hide_the_reward() -> None:
     assert verified("echo 0; echo deprecated >&2") == [{"score": 0.0}]
     assert verified("echo 0.5; echo 1 >&2") == [{"score": 0.5}]
+
+
+def test_a_verifier_gets_a_row_of_any_size_as_a_file() -> None:
+    large = "x" * 200_000
+    assert verified("""wc -c < "$BRANCHLINE_TASK_FILE" """, prompt=large) == [{"score": 200_013.0}]
+    with pytest.raises(InputError, match="BRANCHLINE_TASK: got 200,013 bytes, expected at most 131,0"):
+        verified("""echo "$BRANCHLINE_TASK" | wc -c""", prompt=large)
 
 
 def test_a_verifier_gets_the_task_and_the_session() -> None:

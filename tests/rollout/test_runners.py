@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +76,53 @@ def test_a_command_gets_the_session_and_the_task_and_no_keys_of_ours(
     assert environment["ANTHROPIC_BASE_URL"].endswith(f"/sessions/{result.session}")
     assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] != "of the user"
     assert "BRANCHLINE_ADMIN_KEY" not in environment
+
+
+READ_TASK_FILE = (
+    "import json, os; names = sorted(n for n in os.environ if n.startswith('BRANCHLINE_'));"
+    "path = os.environ['BRANCHLINE_TASK_FILE']; print(json.dumps([json.load(open(path)), names, path]))"
+)
+
+
+def test_a_command_gets_a_row_of_any_size_as_a_file(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "é" * 100_000}, {"role": "user", "content": "and?"}]
+    sink = run_tasks(
+        CommandRunner(f'{sys.executable} -c "{READ_TASK_FILE}"', tmp_path), [{"messages": messages}]
+    )
+    (result,) = sink.results
+    assert result.end.cause == "no_calls", result.end
+    row, names, path = json.loads((tmp_path / f"{result.session}.log").read_text())
+    assert row == {"messages": messages}, "the whole conversation"
+    assert names == ["BRANCHLINE_PROMPT", "BRANCHLINE_SESSION", "BRANCHLINE_TASK_FILE"]
+    assert not Path(path).exists(), "it is removed when the command has ended"
+
+
+def test_a_command_reads_its_row_from_stdin_by_its_file(tmp_path: Path) -> None:
+    row = {"prompt": "x" * 200_000}
+    sink = run_tasks(CommandRunner('cat < "$BRANCHLINE_TASK_FILE"', tmp_path), [row])
+    assert json.loads((tmp_path / f"{sink.results[0].session}.log").read_text()) == row
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [("BRANCHLINE_TASK", "x" * 131_072), ("BRANCHLINE_PROMPT", "x" * 131_072), ("BRANCHLINE_PROMPT", "a\0b")],
+)
+def test_a_command_that_names_a_variable_that_cannot_be_set_is_not_run(name: str, prompt: str) -> None:
+    (result,) = run_tasks(CommandRunner(f'echo "${name}" >&2; exit 3'), [{"prompt": prompt}]).results
+    assert result.end.cause == "runner_error"
+    assert re.search(
+        f"{name}: got .*, expected at most 131,0.. bytes without NUL.* BRANCHLINE_TASK_FILE", result.end.error
+    )
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_variable_is_set_up_to_the_limit_of_the_system(tmp_path: Path, excess: int) -> None:
+    size = 128 * 1024 - len("BRANCHLINE_PROMPT=") - 1 + excess
+    (result,) = run_tasks(
+        CommandRunner(f'echo "${{#BRANCHLINE_PROMPT}}" > {tmp_path}/size'), [{"prompt": "x" * size}]
+    ).results
+    assert result.end.cause == ("runner_error" if excess else "no_calls"), result.end
+    assert excess or int((tmp_path / "size").read_text()) == size
 
 
 def test_a_command_that_asks_the_model_is_recorded_and_its_exit_code_decides() -> None:

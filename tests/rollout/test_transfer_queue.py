@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from branchline.core.errors import InputError, SessionRefusedError
 from branchline.export.samples import ExportPolicy
@@ -19,7 +22,13 @@ from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.session_result import SessionResult
 from branchline.rollout.sinks import MemorySink
 from branchline.rollout.tasks import RolloutTask
-from branchline.rollout.transfer_queue import RESERVED_FIELDS, TENSOR_FIELDS, TransferQueueSink, make_rows
+from branchline.rollout.transfer_queue import (
+    RESERVED_FIELDS,
+    TENSOR_FIELDS,
+    TransferQueueSink,
+    make_rows,
+    queue_uid,
+)
 from tests.rollout.harness import ask, run, scripted_gateway
 
 
@@ -305,11 +314,33 @@ def result_of(task: RolloutTask) -> SessionResult:
     return replace(result, job=replace(result.job, task=task))
 
 
+def test_ids_with_underscores_are_in_keys_without_them(queue: FakeQueue) -> None:
+    """verl splits keys at underscores: `{uid}_{session}_{index}`."""
+    (row,) = make_rows(result_of(RolloutTask("django__11", {}, run="r")))
+    assert row.key == "r-django.5F.5F11_0_0"
+    assert row.fields["uid"] == row.tag["uid"] == "r-django.5F.5F11"
+
+    async def test() -> None:
+        async with scripted_gateway() as gateway:
+            sink = TransferQueueSink(queue=queue)
+            await Rollout(gateway, answer, sinks=[sink], run_id="r").run([{"id": "a_b", "prompt": "x"}])
+
+    run(test)
+    assert sorted(queue.tags) == ["r-a.5Fb", "r-a.5Fb_0_0"]
+    assert queue.tags["r-a.5Fb"]["status"] == "finished"
+
+
+@given(*[st.text(st.sampled_from("ab_-.5F2E"), max_size=9)] * 2)
+def test_different_tasks_have_different_uids_in_the_queue(one: str, other: str) -> None:
+    assert "_" not in queue_uid(one)
+    assert (queue_uid(one) == queue_uid(other)) == (one == other)
+    if "_" not in one and not re.search(r"\.(5F|2E)", one):
+        assert queue_uid(one) == one
+
+
 @pytest.mark.parametrize(
     ("task", "problem"),
     [
-        (RolloutTask("a_b", {}), "uid: got 'a_b', expected no underscore: verl splits keys at it"),
-        (RolloutTask("a", {}, run="r_1"), "uid: got 'r_1-a', expected no underscore: verl splits keys at it"),
         (RolloutTask("a", "hello"), "columns of task a: got a str, expected an object"),
         (RolloutTask("a", {1: 2}), "columns of task a: got the name 1, expected a text"),
         (RolloutTask("a", {"at": object()}), "columns of task a: at: .* expected a JSON value"),

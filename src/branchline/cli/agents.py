@@ -26,8 +26,10 @@ An agent is one of:
   --agent NAME=module:function   for the tasks whose agent_name is NAME; repeatable
   --agent NAME                an agent of the loop: single_turn, tool, …
   --command "shell command"   any program. It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-                              ANTHROPIC_API_KEY, BRANCHLINE_TASK (the row as JSON), BRANCHLINE_PROMPT and
-                              BRANCHLINE_SESSION. Any exit code but 0 fails the session.
+                              ANTHROPIC_API_KEY, BRANCHLINE_TASK (the row as JSON), BRANCHLINE_TASK_FILE (a
+                              file with the same, for rows over 128 KiB or `< "$BRANCHLINE_TASK_FILE"`),
+                              BRANCHLINE_PROMPT (the text of the last user message) and BRANCHLINE_SESSION.
+                              Any exit code but 0 fails the session.
   --agent-url URL             a service that gets the task and the session, and completes the session:
                               POST {anthropic_base_url}/complete
 
@@ -35,9 +37,9 @@ A reward is a number, true (1) or false (0), an object with a score, or a list o
 name a turn, call, timeline, tool or agent that it is for. It comes from one of:
   the agent                   what it returns, or posts with session.reward(…)
   --reward module:function    def function(task, trajectory), or async; trajectory.answer is the last answer
-  --reward-command "command"  gets BRANCHLINE_TASK and the session's line on stdin; prints the reward as JSON
-                              in its last line on stdout and ends with exit status 0. With --reward-exit-code
-                              the exit status is the reward: 0 is 1, 1 is 0, others are errors
+  --reward-command "command"  gets BRANCHLINE_TASK, BRANCHLINE_TASK_FILE and, on stdin, the session's line;
+                              prints the reward as JSON in its last line on stdout and ends with status 0.
+                              With --reward-exit-code the status is the reward: 0 is 1, 1 is 0, else an error
 """
 """What `run` and `train` say of tasks, agents and rewards in their help."""
 

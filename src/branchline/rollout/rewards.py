@@ -27,6 +27,7 @@ from branchline.loop.registry import is_async_callable
 from branchline.loop.timeouts import run_in_thread, with_timeout
 from branchline.rollout.processes import CommandResult, run_command
 from branchline.rollout.session_result import SessionResult
+from branchline.rollout.task_variables import task_variables
 
 RewardFunction = Callable[[Any, Trajectory], RewardData | Awaitable[RewardData]]
 _GRACE_S = 1.0
@@ -38,7 +39,8 @@ _SHOWN_CHARS = 100
 class VerifierCommand:
     """A shell command that scores a trajectory.
 
-    It gets `BRANCHLINE_TASK` and, on stdin, the session's line of `trajectories.jsonl`. It ends with exit
+    It gets `BRANCHLINE_TASK`, `BRANCHLINE_TASK_FILE` and, on stdin, the session's line of
+    `trajectories.jsonl`. It ends with exit
     status 0, and the last non-empty line of its stdout is the reward as JSON: a number, true or false, an
     object with a score, or a list of such objects. Anything else is an error. stderr is shown in errors and
     never read as a reward.
@@ -50,13 +52,10 @@ class VerifierCommand:
     is not read."""
 
     async def score(self, result: SessionResult) -> list[Reward]:
-        environment = {
-            **os.environ,
-            "BRANCHLINE_TASK": msgspec.json.encode(result.job.task.row).decode(),
-            "BRANCHLINE_SESSION": result.session,
-        }
         stdin = msgspec.json.encode(result.line)
-        ended = await run_command(self.command, environment, stdin=stdin, separate_stderr=True)
+        with task_variables(self.command, result.session, result.job.task) as variables:
+            environment = {**os.environ, **variables}
+            ended = await run_command(self.command, environment, stdin=stdin, separate_stderr=True)
         if self.exit_code and ended.exit_code in (0, 1):
             return [{"score": 1.0 - ended.exit_code}]
         if ended.exit_code != 0:

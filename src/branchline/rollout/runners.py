@@ -35,6 +35,7 @@ from branchline.loop.timeouts import run_in_thread
 from branchline.rollout.processes import run_command
 from branchline.rollout.session_gateway import AgentSession
 from branchline.rollout.session_result import EndCause, RunnerError
+from branchline.rollout.task_variables import task_variables
 from branchline.rollout.tasks import RolloutTask
 
 RunnerFunction = Callable[[Any, AgentSession], Awaitable[RewardData | None] | RewardData | None]
@@ -88,7 +89,8 @@ class CommandRunner:
     """Runs a shell command; any exit code but 0 fails the session.
 
     It gets `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `BRANCHLINE_TASK`
-    (the row as JSON), `BRANCHLINE_PROMPT` (its prompt as text) and `BRANCHLINE_SESSION`.
+    (the row as JSON), `BRANCHLINE_TASK_FILE` (a file with the same), `BRANCHLINE_PROMPT` (its prompt as text)
+    and `BRANCHLINE_SESSION`. A row or a prompt that is too long for a variable is in the file only.
     """
 
     command: str
@@ -106,12 +108,10 @@ class CommandRunner:
             "OPENAI_API_KEY": session.api_key,
             "ANTHROPIC_BASE_URL": session.anthropic_base_url,
             "ANTHROPIC_API_KEY": session.api_key,
-            "BRANCHLINE_TASK": msgspec.json.encode(task.row).decode(),
-            "BRANCHLINE_PROMPT": task.prompt,
-            "BRANCHLINE_SESSION": session.id,
         }
         log_file = None if self.log_folder is None else self.log_folder / f"{session.id}.log"
-        ended = await run_command(self.command, environment, log_file=log_file)
+        with task_variables(self.command, session.id, task, prompt=task.prompt) as variables:
+            ended = await run_command(self.command, {**environment, **variables}, log_file=log_file)
         if ended.exit_code != 0:
             raise RunnerError(EndCause.EXIT_CODE, f"exit code {ended.exit_code}\n{ended.tail}")
 

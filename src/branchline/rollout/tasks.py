@@ -26,9 +26,9 @@ from branchline.core.errors import InputError
 from branchline.core.extras import requires_extra
 from branchline.loop.task import to_lists
 
-_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,95}")
-"""No underscore: it separates the parts of a sample's key."""
-_EXPECTED_UID = "at most 96 of the characters A-Z, a-z, 0-9, '.' and '-', of which the first is no sign"
+_UID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+_EXPECTED_UID = "at most 96 of the characters A-Z, a-z, 0-9, '_', '.' and '-', not '.' or '-' first"
+_PROMPT_FIELDS = ("prompt", "question", "messages", "raw_prompt")
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<split>[\w\[\]%:+-]+))?")
 _DEFAULT_SPLIT = "train"
 
@@ -66,15 +66,19 @@ class RolloutTask:
 
     @property
     def prompt(self) -> str:
-        """The row's prompt as text: its `prompt` or `question`, or its last user message."""
+        """The row's prompt as text: its `prompt` or `question`, or its last user message; of parts their
+        text."""
         row = self.row if isinstance(self.row, Mapping) else {}
-        for name in ("prompt", "question", "messages"):
+        for name in _PROMPT_FIELDS:
             value = row.get(name)
-            if isinstance(value, str):
-                return value
             if isinstance(value, list):
-                users = [one for one in value if isinstance(one, Mapping) and one.get("role") == "user"]
-                return str(users[-1].get("content", "")) if users else ""
+                items = [one for one in value if isinstance(one, Mapping)]
+                users = [one for one in items if one.get("role") == "user"]
+                is_parts = not any("role" in one for one in items)
+                value = users[-1].get("content") if users else value if is_parts else None
+            text = _text_of(value)
+            if text is not None:
+                return text
         return ""
 
 
@@ -107,6 +111,16 @@ def read_tasks(source: object) -> list[RolloutTask]:
     if not tasks:
         raise InputError(f"{name}: got no rows, expected at least one task")
     return tasks
+
+
+def _text_of(content: object) -> str | None:
+    """Returns the text of a message's content, without its images; None for what is no content."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        return None
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def group_name(run: str, uid: str) -> str:

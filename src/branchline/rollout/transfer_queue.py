@@ -2,12 +2,12 @@
 
 Each sample is a row under the key `{uid}_{session}_{index}`; when all sessions of a task have ended, the key
 `{uid}` gets the task's status. As in verl, a uid is that of a task in one rollout; a second rollout over the
-task has another. `rm_scores` (the reward, on the last token) and `rollout_log_probs` are always
-written: 0 where they are unknown, and the tags say where. `rollout_is_weights` has the shares, so that verl
-trains every sampled token once.
+task has another. An underscore of a uid is written as `.5F`. `rm_scores` (the reward, on the last token) and
+`rollout_log_probs` are always written: 0 where they are unknown, and the tags say where. `rollout_is_weights`
+has the shares, so that verl trains every sampled token once.
 
 A row has all columns of its task too, as JSON values. What a row cannot carry is refused for the whole
-session, by name: media, columns that are no JSON, a uid with an underscore.
+session, by name: media, columns that are no JSON.
 
 A writer waits while the partition has `max_rows` rows that the trainer has not cleared. Writing a key again
 replaces its row. Rows that the trainer has taken and cleared are not in the queue any more: with a `ledger`
@@ -20,6 +20,7 @@ import asyncio
 import copy
 import importlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from branchline.core.option_checks import check_count
 from branchline.core.sample import Sample
 from branchline.export.credit import token_rewards
 from branchline.gateway.views import message_view
-from branchline.rollout.session_result import SessionResult
+from branchline.rollout.session_result import SessionResult, sample_key
 from branchline.rollout.sinks import append_lines, check_rows, open_lines
 from branchline.rollout.stats import PromptStatus
 from branchline.rollout.tasks import RolloutTask
@@ -76,6 +77,7 @@ _TRAINER_FIELDS = (
 """Fields that verl computes or reads, and that are not in our rows."""
 RESERVED_FIELDS = frozenset({*TENSOR_FIELDS, *_SESSION_FIELDS, *_TRAINER_FIELDS, "raw_prompt"})
 """Names that a column of a task cannot have: it becomes `dataset_…`."""
+_ESCAPED = re.compile(r"_|\.(?=5F|2E)")
 COLUMN_PREFIX = "dataset_"
 _PROMPT_COLUMNS = ("raw_prompt", "prompt", "messages")
 
@@ -101,28 +103,35 @@ def make_rows(result: SessionResult, global_steps: int = 0) -> list[QueueRow]:
     check_rows(result)
     columns = _task_columns(result)
     rows: list[QueueRow] = []
+    uid = queue_uid(result.job.task.group)
     scores = token_rewards(result.samples)
-    for key, sample, rewards in zip(result.sample_keys, result.samples, scores, strict=True):
+    for index, (sample, rewards) in enumerate(zip(result.samples, scores, strict=True)):
         fields = {
             **columns,
             **_token_fields(sample, rewards),
-            "uid": result.job.task.group,
+            "uid": uid,
             "session_id": result.job.slot,
             "global_steps": global_steps,
             # A prompt and its answer are two turns.
             "num_turns": 2 * len(sample.answers),
             "extra_fields": _extra_fields(result, sample, global_steps),
         }
+        key = sample_key(uid, result.job.slot, index)
         rows.append(QueueRow(key, fields, _row_tag(result, sample, global_steps)))
     return rows
 
 
+def queue_uid(group: str) -> str:
+    """Returns the uid of a task in the queue. verl splits keys at underscores, so it has none: `_` is `.5F`,
+    and a `.` before `5F` or `2E` is `.2E`, so that the uids of different tasks differ.
+
+    >>> queue_uid("r-django__1.5F"), queue_uid("r-task.1")
+    ('r-django.5F.5F1.2E5F', 'r-task.1')
+    """
+    return _ESCAPED.sub(lambda match: ".5F" if match[0] == "_" else ".2E", group)
+
+
 def _check_session(result: SessionResult) -> None:
-    uid = result.job.task.group
-    if "_" in uid:
-        raise SessionRefusedError(
-            result.session, "uid", f"uid: got {uid!r}, expected no underscore: verl splits keys at it"
-        )
     for key, sample in zip(result.sample_keys, result.samples, strict=True):
         if sample.media:
             kinds = ", ".join(sorted({media.kind for media in sample.media}))
@@ -157,7 +166,7 @@ def _task_columns(result: SessionResult) -> dict[str, Any]:
     source, raw_prompt = _raw_prompt(result, row)
     columns: dict[str, Any] = {}
     for name, value in row.items():
-        if name == source or (name == "uid" and str(value) == task.group):
+        if name == source or (name == "uid" and str(value) == queue_uid(task.group)):
             continue
         if name in RESERVED_FIELDS:
             if COLUMN_PREFIX + name in row:
@@ -232,7 +241,7 @@ def _row_tag(result: SessionResult, sample: Sample, global_steps: int) -> dict[s
     return {
         "is_prompt": False,
         "status": "success",
-        "uid": result.job.task.group,
+        "uid": queue_uid(result.job.task.group),
         "session": result.session,
         "global_steps": global_steps,
         "min_global_steps": first,
@@ -286,25 +295,26 @@ class TransferQueueSink:
         async with self._lock:
             if result.session in self._sessions:
                 return
-            rows = make_rows(result, self.global_steps)
+            rows, uid = make_rows(result, self.global_steps), queue_uid(result.job.task.group)
             if rows:
                 await self._wait_for_room(len(rows))
                 await asyncio.to_thread(self._put, rows)
             if self._ledger is not None:
-                line = {"session": result.session, "uid": result.job.task.group, "rows": len(rows)}
+                line = {"session": result.session, "uid": uid, "rows": len(rows)}
                 append_lines(self._ledger, [line])
             self._sessions.add(result.session)
             if rows:
-                self._tasks_with_rows.add(result.job.task.group)
+                self._tasks_with_rows.add(uid)
 
     async def end_prompt(self, task: RolloutTask, status: PromptStatus) -> None:
         """Writes the status of a task; one without any row is a failure here, whatever its sessions are."""
-        if status == "finished" and not self._has_unknown_rows and task.group not in self._tasks_with_rows:
+        uid = queue_uid(task.group)
+        if status == "finished" and not self._has_unknown_rows and uid not in self._tasks_with_rows:
             log.error("task %s: no row was written, so its status in the queue is failure", task.uid)
             status = "failure"
-        tag = {"is_prompt": True, "status": status, "uid": task.group, "global_steps": self.global_steps}
+        tag = {"is_prompt": True, "status": status, "uid": uid, "global_steps": self.global_steps}
         await asyncio.to_thread(
-            self._queue.kv_put, key=task.group, partition_id=self._partition, fields=None, tag=tag
+            self._queue.kv_put, key=uid, partition_id=self._partition, fields=None, tag=tag
         )
 
     async def close(self) -> None:
