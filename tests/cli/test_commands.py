@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from hypothesis import given
+from hypothesis import strategies as st
 
 from branchline.cli.main import COMMANDS, load_command, main
 from branchline.cli.options.command import Command, CommandGroup
 from branchline.cli.options.parser import read_options
 from branchline.cli.options.schema import OptionSchema
+from branchline.core.errors import InputError
 from branchline.rollout import processes
 
 OTHER_VARIABLES = ("BRANCHLINE_TASK", "BRANCHLINE_PROMPT", "BRANCHLINE_SESSION", "BRANCHLINE_TASK_FILE")
@@ -255,3 +258,35 @@ def test_a_wrong_command_line_gets_one_sentence(
     assert problem in printed.err
     assert len(printed.err.splitlines()) <= 3
     assert not list(tmp_path.iterdir()), "nothing was written"
+
+
+WORDS = [
+    "-",
+    "--",
+    "-1",
+    "",
+    "x",
+    "a=1",
+    "{}",
+    "[]",
+    "7",
+    "1e400",
+    "yes",
+    "vllm",
+    "--nothing",
+    "é\n",
+    "no.yaml",
+]
+
+
+@given(st.sampled_from(sorted(EACH)), st.data())
+def test_any_command_line_is_read_or_gets_one_sentence(name: str, data: st.DataObject) -> None:
+    flags = [option.flag for option in OptionSchema(EACH[name].options).options.values()]
+    words = data.draw(st.lists(st.sampled_from([*flags, *flags, *WORDS, "--config", "--resume"]), max_size=6))
+    try:
+        problem = ""
+        text = read_options(EACH[name], ["--print-config", *words]).text
+    except InputError as error:
+        problem, text = str(error), ""
+    assert len(problem.splitlines()) <= 3
+    assert bool(problem) != bool(text)

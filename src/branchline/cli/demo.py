@@ -8,19 +8,22 @@ from rich.console import Console
 
 from branchline.cli.commands.demo import DemoOptions
 from branchline.cli.observability import configure_observability
-from branchline.cli.run_folders import new_run_folder
+from branchline.cli.run_folders import keep_config, new_run_folder
 
 
 def run(options: DemoOptions) -> str:
     """Runs the demo; progress goes to stderr with --json, else to stdout."""
-    from branchline.train.demo.demo import run_demo
+    from branchline.train.demo.demo import choose_settings, run_demo
 
     folder = options.run_folder or new_run_folder("demo")
+    settings = choose_settings(options.settings, folder, resume=options.resume)
+    if not options.resume:
+        keep_config(folder, options)
     console = Console(file=sys.stderr if options.json else None)
     observability = configure_observability(options.logs)
     try:
         result = run_demo(
-            options.settings,
+            settings,
             folder,
             console,
             resume=options.resume,

@@ -72,7 +72,8 @@ def run(options: RunOptions) -> tuple[str, int]:
         samples=options.sample_format,
         settings=describe_run(options, runners, reward, judge, None if engine is None else engine[0]),
     )
-    keep_config(folder.path, options)
+    if not options.resume:
+        keep_config(folder.path, options)
     observability = configure_observability(options.logs)
     try:
         stats = run_server(_run(options, tasks, (runners, reward, judge), folder, engine, observability))

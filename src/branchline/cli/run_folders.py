@@ -17,7 +17,6 @@ def new_run_folder(command: str) -> Path:
 
 
 def keep_config(folder: Path, options: Any) -> None:
-    """Writes the options that a run begins with, for `--config`. A resumed run leaves the file as it is."""
+    """Writes the options that a run begins with, for `--config`."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / CONFIG_FILE).exists():
-        (folder / CONFIG_FILE).write_text(options_to_yaml(options), "utf-8")
+    (folder / CONFIG_FILE).write_text(options_to_yaml(options), "utf-8")

@@ -76,7 +76,8 @@ def _train(
         observers=observability.observers,
         on_session_end=observability.on_end,
     )
-    keep_config(folder, options)
+    if not options.resume:
+        keep_config(folder, options)
     console = Console(file=sys.stderr if options.json else None)
     try:
         metrics = asyncio.run(_run(trainer, console))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -56,6 +57,8 @@ def test_the_last_line_is_the_outcome_and_the_run_folder_has_everything(
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "# After" in (folder / "transcripts.md").read_text()
     assert len(read_metrics(folder / "metrics.jsonl")) == 2
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["settings"] == {"seed": 3, "steps": 2}
     assert main(["demo", "--run-folder", str(folder)]) == 2
     assert "has a run; continue it with --resume" in capsys.readouterr().err
 
@@ -76,8 +79,10 @@ def test_an_interrupted_demo_is_resumed_with_its_own_settings(
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1]
     resume = ["demo", "--run-folder", str(folder), "--resume"]
     assert main([*resume, "--seed", "5"]) == 2
-    assert main([*resume, "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["steps"] == 2
+    assert main([*resume, "--json", "--log-level", "info", "--log-contents"]) == 0
+    output = capsys.readouterr()
+    assert "branchline.calls call outcome=ok" in output.err
+    assert last_json(output.out)["steps"] == 2
     assert json.loads((folder / "demo.json").read_text()) == {"seed": 5, "steps": 2}
 
 

@@ -43,7 +43,8 @@ examples:
   branchline demo --run-folder runs/demo-… --resume
                                            continue a run that was interrupted with Ctrl-C
 
-The run folder has metrics.jsonl, reward.png, transcripts.md and checkpoints that transformers loads:
+The run folder has metrics.jsonl, reward.png, transcripts.md, config.yaml (the options, for --config), and
+checkpoints that transformers loads:
   branchline serve --model runs/demo-…/checkpoints/step-…
 
 Exit codes: 0 the run is complete (it says whether the model learned), 2 bad input, 130 interrupted.

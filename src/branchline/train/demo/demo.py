@@ -110,16 +110,7 @@ def run_demo(
     that can be resumed.
     """
     check_matplotlib()
-    settings_file = run_folder / _SETTINGS_FILE
-    if resume:
-        if not settings_file.exists():
-            raise InputError(f"run folder: got {run_folder}, expected the folder of an earlier demo")
-        settings = DemoSettings(**json.loads(settings_file.read_text()))
-    elif settings_file.exists():
-        raise InputError(
-            f"run folder: {run_folder} has a run; continue it with --resume, or name another one"
-        )
-    settings = settings or DemoSettings()
+    settings = choose_settings(settings or DemoSettings(), run_folder, resume=resume)
     # A second thread makes an update a third shorter on idle cores, and many times longer on busy ones.
     torch.set_num_threads(1)
     client = create_client()
@@ -134,8 +125,23 @@ def run_demo(
         observers=observers,
         on_session_end=on_session_end,
     )
-    settings_file.write_text(json.dumps(asdict(settings)) + "\n")
+    (run_folder / _SETTINGS_FILE).write_text(json.dumps(asdict(settings)) + "\n")
     return asyncio.run(_run(trainer, client, settings, console))
+
+
+def choose_settings(settings: DemoSettings, run_folder: Path, *, resume: bool) -> DemoSettings:
+    """Returns the settings of a new run, or those that a resumed one has. Raises InputError for a folder that
+    has no run to resume, or has one and none is resumed."""
+    file = run_folder / _SETTINGS_FILE
+    if resume:
+        if not file.exists():
+            raise InputError(f"run_folder: got {run_folder}, expected the folder of an earlier demo")
+        return DemoSettings(**json.loads(file.read_text()))
+    if file.exists():
+        raise InputError(
+            f"run_folder: {run_folder} has a run; continue it with --resume, or name another one"
+        )
+    return settings
 
 
 def create_client() -> AsyncOpenAI:
