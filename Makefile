@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document example-rollout \
-	test check format coverage walk \
+	test check check-docs format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context bench-rollout bench-ray \
 	test-hf test-gpu test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets test-transfer-queue test-ray \
 	test-templates soak clean
@@ -142,6 +142,10 @@ check: $(READY)  ## lint, check the format, types and the architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+# PAGES="README.md docs/guides/loop.md" selects pages; each has an environment of its own.
+check-docs: $(READY) .cache/tokenizers/.ready ## run every page of the docs as pasted, each in an empty environment (half an hour)
+	$(BIN)/python scripts/check_docs.py $(PAGES)
 
 format: $(READY) ## reformat the sources
 	$(BIN)/ruff check --fix .

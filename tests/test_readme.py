@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from scripts.check_docs import read_blocks
 
 from branchline.cli.main import main
 
@@ -14,11 +15,10 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-PYTHON_BLOCKS = dict(zip(("gateway", "session"), blocks("python"), strict=True))
+PYTHON_BLOCKS = {
+    name: next(block.text for block in read_blocks((ROOT / page).read_text(), ["python"]))
+    for name, page in (("gateway", "README.md"), ("session", "docs/guides/sessions.md"))
+}
 PRINTED = {"gateway": "sampled_tokens=46, trained_tokens=46", "session": "trained_tokens=28"}
 
 
@@ -33,9 +33,9 @@ def test_python_blocks_run(
 
 COMMANDS = [
     line.partition("#")[0]
-    for block in blocks("sh")
-    for line in block.splitlines()
-    if line.startswith("branchline ")
+    for block in read_blocks(README, ["sh"])
+    for line in block.text.splitlines()
+    if line.startswith("branchline ") and "serve" not in line
 ]
 
 
@@ -48,9 +48,20 @@ def test_commands_succeed(
     assert capsys.readouterr().out
 
 
+def test_the_output_that_the_readme_shows_is_that_of_its_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = re.search(r"```\n\$ branchline (.*?)\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    monkeypatch.chdir(ROOT)
+    assert main(found[1].split()) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == found[2].splitlines()
+
+
 def test_the_layout_lists_every_package() -> None:
+    layout = (ROOT / "docs" / "architecture.md").read_text()
     packages = {path.parent.name for path in (ROOT / "src" / "branchline").glob("*/__init__.py")}
-    missing = {package for package in packages if f"  {package}/" not in README}
+    missing = {package for package in packages if f"  {package}/" not in layout}
     assert not missing
 
 

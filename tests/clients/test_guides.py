@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from scripts.check_docs import run_page
+from scripts.docs_pages import Page
 from scripts.install_clients import PACKAGES
 
 from branchline.cli.main import parse_options
 from tests.cli.harness import served_gateway
-from tests.clients.programs import kill_group
 from tests.clients.table import GUIDE
 
 GUIDES = GUIDE.parent
 PASTED = ("claude-code", "codex", "clients")
 """Guides whose commands need nothing but the clients."""
-TIMEOUT_S = 180
 
 
 def blocks(guide: str) -> list[str]:
@@ -76,10 +75,6 @@ def test_commands_of_the_clients_guide_after_an_episode_work(tmp_path: Path) -> 
 )
 @pytest.mark.parametrize("guide", PASTED)
 def test_code_of_the_guides_can_be_pasted(guide: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-    script = "set -e\n" + "\n".join(blocks(guide))
-    script = script.replace("8100", port).replace("branchline serve", f"branchline serve --port {port}")
     programs = [Path(sys.executable).parent, *(package.executable.parent for package in PACKAGES.values())]
     env = {
         "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
@@ -87,24 +82,13 @@ def test_code_of_the_guides_can_be_pasted(guide: str, tmp_path: Path) -> None:
         "LANG": "C.UTF-8",
         "TERM": "dumb",
     }
-    log = tmp_path / "printed"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            ["bash", "-c", script],
-            cwd=tmp_path,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            ended = process.wait(TIMEOUT_S)
-        finally:
-            # The gateway too: the script started it in its process group.
-            kill_group(process.pid)
-    printed = log.read_text()
-    assert ended == 0, printed[-3000:]
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    # All is installed. `make check-docs` pastes these pages in empty environments, without the clients.
+    page = Page(f"docs/guides/{guide}.md", stand_ins={"pip install": ": pip install"})
+    result = run_page(page, tmp_path, scripts, env)
+    printed = result.output
+    assert result.code == 0, printed[-3000:]
     assert "You said: " in printed
     reports = re.findall(r'"sampled_tokens":(\d+),"trained_tokens":(\d+)', printed)
     assert reports

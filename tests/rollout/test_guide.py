@@ -6,14 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+from scripts.check_docs import read_blocks
 
 from branchline.rollout.session_result import EndCause
 
 TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "rollouts.md").read_text()
 
 
-def test_the_python_of_the_guide_is_one_program(capsys: pytest.CaptureFixture[str]) -> None:
-    program = "\n".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
+def test_the_python_of_the_guide_is_a_module_and_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent, program = (block.text for block in read_blocks(TEXT, ["python"]))
+    assert agent.startswith("# my_agent.py\n")
+    (tmp_path / "my_agent.py").write_text(agent)
+    monkeypatch.syspath_prepend(tmp_path)
     exec(compile(program, "rollouts.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "4 1.0"

@@ -50,5 +50,5 @@ def test_commands_of_the_guide_exist_and_use_the_port_of_the_code(name: str) -> 
     (commands,) = blocks(name, "sh")
     serve = [line for line in commands.splitlines() if line.startswith("branchline ")]
     assert len(serve) == 1
-    options = parse_options(*shlex.split(serve[0])[1:])
+    options = parse_options(*shlex.split(serve[0].rstrip("& "))[1:])
     assert f"http://{options.host}:{options.port}" == ADDRESS
