@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import branchline
+from branchline import __version__
 from branchline.cli import call_log, merge
 from branchline.cli.log_options import LOG_FORMAT_HELP
 from branchline.cli.main import main
@@ -41,6 +42,13 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 def help_text(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
     assert main(arguments) == 0
     return capsys.readouterr().out
+
+
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "branchline", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"branchline {__version__}\n", "")
 
 
 def test_help_states_the_purpose_and_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

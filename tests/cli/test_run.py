@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -173,7 +175,55 @@ def test_calls_and_forks_of_a_run_are_logged_on_request(
     assert messages.count("call") == 2
     assert sum(message.startswith("fork in session") for message in messages) == 1
     assert main([*run, "--run-folder", "b"]) == 0
-    assert capsys.readouterr().err == ""
+    assert not re.search("call|session [a-z]", capsys.readouterr().err)
+
+
+def test_a_session_without_a_reward_fails_where_one_is_required(folder: Path) -> None:
+    assert run_tasks("--agent", "clerk:run", "--limit", "1") == 0
+    arguments = ["--agent", "clerk:run", "--limit", "1", "--require-reward", "--run-folder", "other"]
+    assert main(["run", "tasks.jsonl", "--engine", "scripted", *arguments]) == 1
+    reasons = json.loads((folder / "other/stats.json").read_text())["failure_reasons"]
+    assert reasons == {"no_reward: the agent returned no reward and posted none": 1}
+
+
+def test_trackers_get_the_figures_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    verbs = {
+        verb: lambda *given, verb=verb, **named: calls.append((verb, given, named))
+        for verb in ("init", "log", "finish")
+    }
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(**verbs))  # type: ignore[arg-type]
+    assert run_tasks("--agent", "clerk:run", "--reward", "clerk:score", "--report-to", "trackio") == 0
+    assert [verb for verb, _, _ in calls] == ["init", "log", "finish"]
+    assert calls[0][2] == {"project": "branchline", "name": "out"}
+    _, (figures,), step = calls[1]
+    assert step == {"step": 2}
+    assert figures["finished"] == figures["failed"] == figures["reward_mean"] == 1.0
+    assert all(isinstance(value, float) for value in figures.values())
+
+
+def test_a_tracker_that_is_missing_is_refused_and_one_that_fails_does_not_end_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
+    assert run_tasks("--agent", "clerk:run", "--report-to", "wandb") == 2
+    assert "report_to 'wandb' needs a package" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # type: ignore[arg-type]
+    assert run_tasks("--agent", "clerk:run", "--report-to", "wandb") == 0
+    assert "report_to: no further figures are sent: AttributeError: " in capsys.readouterr().err
+
+
+def test_progress_is_a_plain_line_where_there_is_no_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_tasks("--agent", "clerk:run", "--reward", "clerk:score", "--json") == 0
+    error = capsys.readouterr().err
+    line = re.search(r"^sessions 2/2, \d+:\d\d, 1 failed, 0 aborted, \d+ tokens, reward 1.000$", error, re.M)
+    assert line, error
+    assert "\x1b" not in error
+    assert run_tasks("--agent", "clerk:run", "--reward", "clerk:score", "--resume") == 0
+    assert "sessions 2/2, " in capsys.readouterr().err
 
 
 def test_samples_may_be_parquet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ def test_it_trains_the_demos_model_and_continues(
     tasks = str(ROOT / "examples/rollout/records.jsonl")
     run = ["train", tasks, *OPTIONS, *SMALL, "--run-folder", str(tmp_path / "run"), "--json"]
     assert main([*run, "--steps", "1"]) == 0
-    outcome = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert re.search(r"^step   1/1  reward .*  0:\d\d$", printed.err, re.M), printed.err
+    outcome = json.loads(printed.out)
     assert outcome["steps"] == 1
     assert outcome["sampled_tokens"] == outcome["delivered_tokens"] > 0
     assert main([*run, "--steps", "2"]) == 2
@@ -33,7 +36,9 @@ def test_it_trains_the_demos_model_and_continues(
     assert main([*run, "--steps", "2", "--resume", "--max-batch-tokens", "16", "--learning-rate", "0"]) == 0
     lines = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [line["learning_rate"] for line in lines] == [5e-4, 0]
-    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    printed = capsys.readouterr()
+    assert re.search(r"^step   2/2  reward ", printed.err, re.M), printed.err
+    assert json.loads(printed.out)["steps"] == 2
     assert list((tmp_path / "run/checkpoints").iterdir())
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert (config["training"]["steps"], config["training"]["n"]) == (1, 2), "as the run began"
@@ -52,11 +57,22 @@ def test_calls_of_a_training_run_are_logged_on_request(
     assert '"call"' not in capsys.readouterr().err
 
 
+def test_a_reward_that_takes_too_long_fails_its_episode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = ["train", "examples/rollout/records.jsonl", *OPTIONS[:2], *SMALL, "--steps", "1"]
+    verifier = ["--reward-command", "sleep 600", "--reward-timeout-s", "0.2"]
+    assert main([*run, *verifier, "--run-folder", str(tmp_path / "run")]) == 1
+    assert "all episodes failed, the first with TimeoutError" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["--resume"], "--resume: expected it with --run-folder only"),
         (["--max-batch-tokens", "0"], "--max-batch-tokens: got 0, expected 1 or more"),
+        (["--reward-timeout-s", "0"], "--reward-timeout-s: got 0.0, expected a finite number of more than 0"),
         (["--learning-rate", "-1"], "--learning-rate: got -1, expected 0 or more"),
         (["--agent", "examples.rollout.script_agent:nothing"], "which cannot be loaded"),
     ],

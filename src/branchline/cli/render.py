@@ -67,6 +67,17 @@ def format_count(count: int) -> str:
     return f"{count:,}"
 
 
+def format_duration(seconds: float) -> str:
+    """Minutes and seconds, and hours if there are some.
+
+    >>> format_duration(7.4), format_duration(3725)
+    ('0:07', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def pluralize(count: int, noun: str) -> str:
     """A count with its noun, in the plural unless the count is 1.
 

@@ -12,14 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from branchline.cli.agents import build_judge, build_reward, build_runners
 from branchline.cli.commands.run import RunOptions
 from branchline.cli.engine_options import default_max_tokens
 from branchline.cli.engines import build_router, engine_keys
 from branchline.cli.observability import Observability, configure_observability
+from branchline.cli.progress import shown_progress
 from branchline.cli.run_folders import keep_config, new_run_folder
 from branchline.cli.run_settings import describe_run
 from branchline.cli.stats import render_stats
@@ -34,11 +33,11 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
     from branchline.rollout.judge import RelativeJudge
     from branchline.rollout.ray_cluster import RayCluster
     from branchline.rollout.rewards import RewardFunction, VerifierCommand
-    from branchline.rollout.rollout import Rollout
     from branchline.rollout.run_folder import RunFolder
     from branchline.rollout.runners import Runner
     from branchline.rollout.stats import RolloutStats
     from branchline.rollout.tasks import RolloutTask
+    from branchline.rollout.trackers import Trackers
     from branchline.runtime.router import Router
 
     Agents = tuple[Mapping[str, Runner], RewardFunction | VerifierCommand | None, RelativeJudge | None]
@@ -49,6 +48,7 @@ def run(options: RunOptions) -> tuple[str, int]:
     from branchline.gateway.process import run_server
     from branchline.rollout.run_folder import RunFolder
     from branchline.rollout.tasks import read_tasks
+    from branchline.rollout.trackers import Trackers
 
     tasks = read_tasks(options.agents.tasks)[: options.limit]
     if options.cluster.ray and options.engines.engine == "hf":
@@ -62,6 +62,7 @@ def run(options: RunOptions) -> tuple[str, int]:
     if reward is not None and judge is not None:
         raise InputError("--judge-url: got a judge and a reward, expected one of them")
     _check_names(runners, tasks)
+    trackers = Trackers(options.report_to, path.name)
     engine = None if options.cluster.ray else build_router(options.engines)
     folder = RunFolder.create(
         path,
@@ -76,7 +77,8 @@ def run(options: RunOptions) -> tuple[str, int]:
         keep_config(folder.path, options)
     observability = configure_observability(options.logs)
     try:
-        stats = run_server(_run(options, tasks, (runners, reward, judge), folder, engine, observability))
+        agents = runners, reward, judge
+        stats = run_server(_run(options, tasks, agents, folder, engine, observability, trackers))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"interrupted; continue with: branchline run … --run-folder {path} --resume", file=sys.stderr)
         raise KeyboardInterrupt from None
@@ -114,6 +116,7 @@ async def _run(
     folder: RunFolder,
     engine: tuple[Codec, Router] | None,
     observability: Observability,
+    trackers: Trackers,
 ) -> RolloutStats:
     """`engine` is None if gateways of a Ray cluster make their own."""
     from branchline.rollout.rollout import Rollout
@@ -142,12 +145,9 @@ async def _run(
             stats=stats,
             run_id=folder.run_id,
         )
-        progress = asyncio.create_task(_show_progress(rollout, len(tasks) * options.rollout.n))
-        try:
+        wanted = min(len(tasks), options.rollout.stop_after or len(tasks))
+        async with shown_progress(rollout, wanted * options.rollout.n, trackers):
             return await rollout.run(tasks)
-        finally:
-            progress.cancel()
-            await asyncio.gather(progress, return_exceptions=True)
 
 
 def _cancel_on_sigterm() -> None:
@@ -193,21 +193,3 @@ def _make_cluster(options: RunOptions, folder: RunFolder) -> RayCluster:
         environment=engine_keys(),
     )
     return RayCluster(partial(build_router, options.engines), config)
-
-
-async def _show_progress(rollout: Rollout, total: int) -> None:
-    """Shows a bar on a terminal until it is cancelled."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return
-    text = TextColumn("{task.fields[text]}")
-    columns = (TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=total, text="")
-        while True:
-            stats = rollout.stats
-            mean = stats.reward_mean
-            shown = f"{stats.failed} failed, {stats.aborted} aborted, {stats.sampled_tokens:,} tokens"
-            shown += "" if mean is None else f", reward {mean:.3f}"
-            progress.update(bar, completed=min(total, stats.finished + stats.failed), text=shown)
-            await asyncio.sleep(0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from rich.console import Console
 from branchline.cli.agents import build_reward, build_runners
 from branchline.cli.commands.train import TrainOptions
 from branchline.cli.observability import Observability, configure_observability
+from branchline.cli.progress import describe_time
 from branchline.cli.run_folders import keep_config, new_run_folder
 from branchline.core.errors import EpisodesFailedError, InputError
 from branchline.engines.hf_config import HfConfig
@@ -113,9 +115,12 @@ async def _run(trainer: Trainer[Any], console: Console) -> list[dict[str, float]
     from branchline.train.metrics import METRICS_FILE, read_metrics
     from branchline.train.trainer import describe_step
 
+    first, total, started_at = trainer.step, trainer.config.steps, time.monotonic()
     async with aclosing(trainer.steps()) as steps:
         async for result in steps:
-            console.print(describe_step(result.metrics), highlight=False)
+            times = describe_time(time.monotonic() - started_at, result.step - first, total - result.step)
+            line, *more = describe_step(result.metrics, total).splitlines()
+            console.print("\n".join((f"{line}  {times}", *more)), highlight=False, soft_wrap=True)
     return read_metrics(trainer.run_folder / METRICS_FILE)
 
 

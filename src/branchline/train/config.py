@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from branchline.core.choices import GroupStd, LayoutOption, Normaliser, TrackerName
 from branchline.core.errors import InputError
+from branchline.core.option_checks import check_number
 from branchline.core.option_fields import not_an_option, option
 from branchline.engines.hf_config import HfConfig
 
@@ -133,6 +134,8 @@ class TrainerConfig:
     engine: HfConfig = not_an_option(factory=lambda: HfConfig(logprob_kind="processed"))
     episode_timeout_s: float | None = option(None, name="timeout_s", metavar="S", basic=True)
     """Time limit of an agent; by default none."""
+    reward_timeout_s: float | None = option(600.0, metavar="S")
+    """Time limit of a reward function or verifier, for each session."""
     checkpoint_every: int | None = 10
     """Steps between checkpoints; the last step has one, too. None (null in a file): no step has one."""
     keep_checkpoints: int = 2
@@ -151,6 +154,9 @@ class TrainerConfig:
                             ("constant_length", 1)):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < least:
                 raise InputError(f"{name}: got {value}, expected {least} or more")
+        for name in ("episode_timeout_s", "reward_timeout_s"):
+            if (seconds := getattr(self, name)) is not None:
+                check_number(name, seconds, above=0)
         for name, names in (("normaliser", get_args(Normaliser)), ("group_std", get_args(GroupStd))):
             if (choice := getattr(self, name)) not in names:
                 raise InputError(f"{name}: got {choice!r}, expected one of {', '.join(names)}")

@@ -56,16 +56,17 @@ class EpisodeRunner:
         export_policy: ExportPolicy | None = None,
         sampling: dict[str, Any] | None = None,
         timeout_s: float | None = None,
+        reward_timeout_s: float | None = 600.0,
     ) -> None:
         """`sampling` overrides the sampling parameters of the agent's requests, `timeout_s` is the time limit
-        of an episode."""
+        of an agent and `reward_timeout_s` that of its reward."""
         self._gateway = LocalGateway(gateway)
         self._store = gateway.sessions
         self._agent = agent
         self._logged: set[str] = set()
         self._sessions = SessionRunner(
             self._gateway,
-            None if reward is None else RewardScorer(reward),
+            None if reward is None else RewardScorer(reward, timeout_s=reward_timeout_s),
             options={"sampling": sampling or {}},
             export_policy=export_policy,
             timeout_s=timeout_s,

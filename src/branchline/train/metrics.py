@@ -7,17 +7,14 @@ They are written to `metrics.jsonl` in the run folder and, on request, to tracki
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
 
 from branchline.core.choices import TrackerName
-from branchline.core.errors import InputError, MissingExtraError
-from branchline.core.extras import pip_install
+from branchline.rollout.trackers import Trackers
 
 log = logging.getLogger("branchline.train")
 METRICS_FILE = "metrics.jsonl"
@@ -30,9 +27,7 @@ class MetricsLog:
         self, run_folder: Path, trackers: Sequence[TrackerName] = (), *, project: str = "branchline"
     ) -> None:
         self.path = run_folder / METRICS_FILE
-        self._project, self._name = project, run_folder.name
-        self._trackers = [_open_tracker(name) for name in trackers]
-        self._is_started = False
+        self._trackers = Trackers(trackers, run_folder.name, project)
 
     def write(self, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of one step, except those that are not finite numbers, which are logged."""
@@ -43,13 +38,8 @@ class MetricsLog:
         metrics = _finite(metrics)
         with self.path.open("a") as file:
             file.write(_line(metrics))
-        if not self._is_started:
-            self._is_started = True
-            for tracker in self._trackers:
-                tracker.start(self._project, self._name)
         values = {name: value for name, value in metrics.items() if name != "step"}
-        for tracker in self._trackers:
-            tracker.log(values, int(metrics["step"]))
+        self._trackers.log(values, int(metrics["step"]))
 
     def truncate(self, step: int) -> None:
         """Removes the lines of steps after a checkpoint, which will run again."""
@@ -59,8 +49,7 @@ class MetricsLog:
         self.path.write_text("".join(_line(_finite(line)) for line in lines if line["step"] <= step))
 
     def close(self) -> None:
-        for tracker in self._trackers if self._is_started else ():
-            tracker.finish()
+        self._trackers.close()
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -82,44 +71,3 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except ValueError:
             break
     return lines
-
-
-class _InitTracker:
-    """trackio and wandb: `init`, `log`, `finish`."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def start(self, project: str, name: str) -> None:
-        self._module.init(project=project, name=name)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._module.log(dict(metrics), step=step)
-
-    def finish(self) -> None:
-        self._module.finish()
-
-
-class _MlflowTracker:
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def start(self, project: str, name: str) -> None:
-        self._module.set_experiment(project)
-        self._module.start_run(run_name=name)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._module.log_metrics(dict(metrics), step=step)
-
-    def finish(self) -> None:
-        self._module.end_run()
-
-
-def _open_tracker(name: str) -> _InitTracker | _MlflowTracker:
-    if name not in get_args(TrackerName):
-        raise InputError(f"report_to: got {name!r}, expected one of {', '.join(get_args(TrackerName))}")
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(f"report_to {name!r} needs a package: {pip_install()} {name}") from error
-    return _MlflowTracker(module) if name == "mlflow" else _InitTracker(module)

@@ -80,8 +80,9 @@ UNTRUNCATED: Mapping[str, None] = dict.fromkeys(
 """Sampling parameters of the agent that a run removes. The trainer's log-probabilities are those of the whole
 distribution, and with a seed of the agent's all episodes of a group would be the same."""
 MAY_CHANGE = frozenset(
-    {"steps", "max_staleness", "engine", "episode_timeout_s", "checkpoint_every", "keep_checkpoints",
-     "report_to", "learning_rate", "schedule", "passes", "max_grad_norm", "max_batch_tokens"}
+    {"steps", "max_staleness", "engine", "episode_timeout_s", "reward_timeout_s", "checkpoint_every",
+     "keep_checkpoints", "report_to", "learning_rate", "schedule", "passes", "max_grad_norm",
+     "max_batch_tokens"}
 )  # fmt: skip
 """Fields of TrainerConfig and of its `update` that a resumed run may have otherwise."""
 log = logging.getLogger("branchline.train")
@@ -211,6 +212,7 @@ class Trainer(Generic[T]):
                         **config.sampling,
                     },
                     timeout_s=config.episode_timeout_s,
+                    reward_timeout_s=config.reward_timeout_s,
                 )
                 try:
                     while self.step < config.steps:
@@ -377,10 +379,10 @@ _DESCRIBED = (
 """What the line of a step shows: label, metric and format."""
 
 
-def describe_step(metrics: dict[str, float]) -> str:
-    """Returns one line about a step, with "-" for what is not known. That of the first has the difference of
-    engine and trainer."""
-    parts = [f"step {metrics['step']:3.0f}"]
+def describe_step(metrics: dict[str, float], steps: int | None = None) -> str:
+    """Returns one line about a step, of `steps` if they are known, with "-" for what is not known. That of
+    the first has the difference of engine and trainer."""
+    parts = [f"step {metrics['step']:3.0f}" + (f"/{steps}" if steps is not None else "")]
     for label, key, style in _DESCRIBED:
         parts.append(f"{label} {format(metrics[key], style) if key in metrics else '-'}")
     line = "  ".join([*parts, f"{metrics['step_time']:.1f} s"])

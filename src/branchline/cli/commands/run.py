@@ -10,6 +10,7 @@ from branchline.cli.agents import AGENT_HELP, AgentOptions, JudgeOptions
 from branchline.cli.engine_options import EngineOptions
 from branchline.cli.observability import ObservabilityOptions, quiet_logs
 from branchline.cli.options.command import Command
+from branchline.core.choices import TrackerName
 from branchline.core.option_fields import group, option
 from branchline.gateway.config import GatewayConfig
 from branchline.rollout.config import RolloutConfig
@@ -51,6 +52,8 @@ class RunOptions:
     """The session's API key may post rewards, too."""
     sample_format: Literal["jsonl", "parquet"] = "jsonl"
     """Format of samples."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Trackers that get the metrics, too."""
     json: bool = option(False, basic=True)
     """Print the figures as one JSON object."""
     agents: AgentOptions = group(AgentOptions, "agent and reward")
