@@ -1,4 +1,4 @@
-"""The guide to the loop: its Python is one program that needs only the packages that the guide installs."""
+"""The guide to the loop: what its Python prints, and what its tables name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from scripts.check_docs import read_blocks
 
 from branchline import (
     BranchlineError,
@@ -39,22 +35,10 @@ from tests.loop.harness import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "guides" / "loop.md").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Python runs it at startup.
-HIDE_MODULES = """
-import sys
-
-class HiddenModules:
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in {hidden!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, HiddenModules)
-"""
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    return [block.text for block in read_blocks(TEXT, [language])]
 
 
 def command(text: str) -> list[str]:
@@ -76,45 +60,12 @@ def rows(heading: str) -> set[str]:
     }
 
 
-def dependencies(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """The names of all packages that an installer would install."""
-    name = canonicalize_name(requirement.name)
-    for extra in ("", *requirement.extras):
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        yield name
-        if name == "branchline":
-            requirements = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
-        else:
-            try:
-                requirements = requires(name) or []
-            except PackageNotFoundError:  # for another system or Python
-                requirements = []
-        for further in map(Requirement, requirements):
-            if further.marker is None or further.marker.evaluate({"extra": extra}):
-                yield from dependencies(further, seen)
-
-
-def modules_to_hide() -> set[str]:
-    """The installed modules that the guide's pip command does not install."""
-    installed = set(dependencies(Requirement(command("pip install")[2]), set()))
-    return {
-        module
-        for module, owners in packages_distributions().items()
-        if installed.isdisjoint(map(canonicalize_name, owners))
-    }
-
-
 def test_the_guides_python_runs_as_one_program(tmp_path: Path) -> None:
     (tmp_path / "guide.py").write_text("\n".join(blocks("python")))
-    hidden = modules_to_hide()
-    assert {"pytest", "httpx"} <= hidden
-    (tmp_path / "sitecustomize.py").write_text(HIDE_MODULES.format(hidden=hidden))
     ran = subprocess.run(
         [sys.executable, "guide.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         timeout=100,
