@@ -92,15 +92,23 @@ def test_a_class_whose_package_is_missing_says_which_extra_has_it(statement: str
         ("demo", "openai"),
         ("demo", "torch"),
         ("doctor --tokenizer tests", "tokenizers"),
+        ("train examples/rollout/records.jsonl --agent a:b --run-folder {folder}", "torch"),
+        ("merge examples/three_words.jsonl --samples {folder}.parquet", "pyarrow"),
     ],
 )
-def test_a_command_whose_package_is_missing_says_which_extra_has_it(command: str, package: str) -> None:
+def test_a_command_whose_package_is_missing_says_which_extra_has_it(
+    command: str, package: str, tmp_path: Path
+) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from branchline.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *command.format(folder=tmp_path / "x").split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     expected = f"{package} is not installed: {install_line(EXTRA_OF[package])}"
     assert (done.returncode, done.stdout) == (2, "")
