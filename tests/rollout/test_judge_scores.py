@@ -146,6 +146,31 @@ def test_a_draft_does_not_replace_a_ranking_that_is_written_in_another_way(final
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        '{"scores": {"A": 0.9, "B": 0.1}, "final_scores": {"A": 0.1, "B": 0.9}}',
+        '{"final": {"A": 0.1, "B": 0.9}, "scores": {"A": 0.9, "B": 0.1}}',
+        '{"scores": [{"trajectory_id": "A", "score": 0.9}, {"trajectory_id": "B", "score": 0.1}],'
+        ' "corrected": [{"trajectory_id": "A", "score": 0.1}, {"trajectory_id": "B", "score": 0.9}]}',
+        '{"thoughts": {"scores": {"A": 0.1, "B": 0.9}}, "scores": {"A": 0.9, "B": 0.1}}',
+        '{"scores": {"A": 0.9, "B": 0.1}, "best": "B"}',
+    ],
+)
+def test_an_answer_has_each_id_in_one_place(answer: str) -> None:
+    judgements, problem = read_scores(with_ids(answer), IDS[:2])
+    assert [judgement.score for judgement in judgements] == [None, None]
+    assert problem.startswith("got an id in several places of one JSON value")
+
+
+def test_an_explanation_may_name_other_trajectories() -> None:
+    entries = [
+        {"trajectory_id": name, "explanation": f"compared with {IDS[0]} and {IDS[1]}", "score": 0.5}
+        for name in IDS[:2]
+    ]
+    assert scores_of(json.dumps({"scores": entries})) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
     ("answer", "problem"),
     [
         ("", "got ''"),

@@ -2,10 +2,11 @@
 
 The answer is the one JSON value of the text that has exactly the ids that the judge was shown, each once: a
 list of objects with `trajectory_id` and `score`, or an object from ids to scores, by itself or under
-`scores`. Nobody but the judge knows these ids, so what it quotes is never an answer: text and JSON without
-them is ignored, and so is everything before a `</think>`. No such value, two that differ, other JSON with an
-id that does not repeat some of its scores, or parts of one that is no valid JSON, is an error of the whole
-answer. A score that is no number from 0 to 1 is an error of its trajectory alone.
+`scores`, without an id as another key or value. Nobody but the judge knows these ids, so what it quotes is
+never an answer: text and JSON without them is ignored, and so is everything before a `</think>`. No such
+value, two that differ, other JSON with an id that does not repeat some of its scores, or parts of one that is
+no valid JSON, is an error of the whole answer. A score that is no number from 0 to 1 is an error of its
+trajectory alone.
 
     read_scores('Notes [0, 1]. {"scores": [{"trajectory_id": "k7f2qz", "score": 0.5}]}', ["k7f2qz"])
 
@@ -83,11 +84,14 @@ def _read_answer(answer: object, ids: Sequence[str]) -> list[Judgement]:
     for start, end in spans:
         if any_id.search(answer, start, end) is None:
             continue
-        entries = _score_entries(_decode(answer[start:end]))
+        value = _decode(answer[start:end])
+        entries = _score_entries(value)
         found = {name: read_judgement(scores) for name, scores in entries}
         if wrong_ids := _wrong_ids([name for name, _ in entries], ids):
             partial.append(found)
             wrong = wrong if found.keys().isdisjoint(ids) else wrong_ids
+        elif sum(1 for text in _texts(value) if any_id.fullmatch(text)) > len(ids):
+            raise _AnswerError("an id in several places of one JSON value")
         else:
             complete.append(found)
     if not complete:
@@ -142,6 +146,19 @@ def _score_entries(value: Any) -> list[tuple[str, list[Any]]]:
             for name, score in value
         ]
     return []
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields the keys and the strings of a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, _Object):
+        for name, field in value:
+            yield name
+            yield from _texts(field)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _wrong_ids(names: Sequence[str], ids: Sequence[str]) -> str:
