@@ -146,6 +146,11 @@ async def _(_: Path) -> None:
     assert find_agent("tool_agent") is find_agent("tool") is tool_agent
 
 
+@check("agent_name: tool_agent_loop")
+async def _(_: Path) -> None:
+    assert find_agent("tool_agent_loop") is find_agent("tool")
+
+
 @check("agent_name: single_turn_agent")
 async def _(_: Path) -> None:
     assert find_agent("single_turn_agent") is find_agent("") is single_turn_agent
@@ -256,8 +261,27 @@ async def _(folder: Path) -> None:
 
 @check("format")
 async def _(_: Path) -> None:
-    with pytest.raises(InputError, match=r"multi_turn\.format: got 'hermes', expected no such option: the c"):
-        read_verl_config({"format": "hermes"})
+    assert read_verl_config({"format": "hermes"}).limits == read_verl_config({}).limits
+    with pytest.raises(InputError, match=r"multi_turn\.format: got 3, expected null or str"):
+        read_verl_config({"format": 3})
+    all_keys = {
+        "_target_": "verl.workers.config.MultiTurnConfig",
+        "enable": True,
+        "max_assistant_turns": None,
+        "tool_config_path": None,
+        "max_user_turns": None,
+        "max_parallel_calls": 1,
+        "max_tool_response_length": 256,
+        "tool_response_truncate_side": "middle",
+        "interaction_config_path": None,
+        "use_inference_chat_template": False,
+        "tokenization_sanity_check_mode": "strict",
+        "format": "hermes",
+        "num_repeat_rollouts": None,
+    }
+    assert read_verl_config(all_keys).limits.tool_response_length == 256
+    with pytest.raises(InputError, match=r"multi_turn\.num_repeat_rollouts: got 4, expected null"):
+        read_verl_config({**all_keys, "num_repeat_rollouts": 4})
     with pytest.raises(InputError, match=r"multi_turn\.max_turns: got 3, expected no such option"):
         read_verl_config({"max_turns": 3})
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from branchline.core.choices import CompactionName
 from branchline.core.errors import InputError
-from branchline.core.option_fields import option
+from branchline.core.option_fields import group, option
+from branchline.loop.context.context_options import ContextOptions
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
     from branchline.rollout.judge import RelativeJudge
     from branchline.rollout.rewards import RewardFunction, VerifierCommand
     from branchline.rollout.runners import Runner
+    from branchline.rollout.tasks import RolloutTask
 
 JUDGE_KEY_ENV = "BRANCHLINE_JUDGE_KEY"
 AGENT_HELP = """\
@@ -24,7 +28,8 @@ An agent is one of:
   --agent module:function     async def function(task, session): task is the row; session has base_url,
                               api_key, anthropic_base_url and id. It may return the reward.
   --agent NAME=module:function   for the tasks whose agent_name is NAME; repeatable
-  --agent NAME                an agent of the loop: single_turn, tool, …
+  --agent NAME                an agent of the loop: single_turn, tool, state (edits its context). --tools FILE
+                              has its tools, for example {tools: [{class_name: my_tools.Search}]}
   --command "shell command"   any program. It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
                               ANTHROPIC_API_KEY, BRANCHLINE_TASK (the row as JSON), BRANCHLINE_TASK_FILE (a
                               file with the same, for rows over 128 KiB or `< "$BRANCHLINE_TASK_FILE"`),
@@ -56,12 +61,25 @@ class AgentOptions:
     """A shell command that runs the agent."""
     agent_url: str | None = option(None, basic=True, metavar="URL")
     """A service that runs the agent."""
+    tools: Path | None = option(None, basic=True, metavar="FILE")
+    """Tools of agents of the loop: verl's YAML. It may also have the options of verl's `multi_turn`, such as
+    max_assistant_turns and interaction_config_path."""
+    model_length: int | None = None
+    """Tokens of a prompt and its answer together, at which an agent of the loop ends."""
     reward: str | None = option(None, basic=True, metavar="MODULE:FUNCTION")
     """A function of (task, trajectory)."""
     reward_command: str | None = option(None, basic=True, metavar="COMMAND")
     """A shell command that verifies a session."""
     reward_exit_code: bool = option(False, needs={"reward_command": ()})
     """The exit status of --reward-command is the reward, as of a test runner: 0 is 1, 1 is 0."""
+    compaction: CompactionName | None = option(None, needs={"model_length": ()})
+    """How the agent state shortens a context that is too long; by default its trajectory ends."""
+    context: ContextOptions = group(ContextOptions, "context of the agent state")
+
+    @property
+    def has_loop_options(self) -> bool:
+        """Whether there is an option for agents of the loop."""
+        return self.tools is not None or self.model_length is not None
 
 
 @dataclass(frozen=True)
@@ -76,10 +94,13 @@ class JudgeOptions:
     """A text that says what is good."""
 
 
-def build_runners(options: AgentOptions, log_folder: Path | None = None) -> dict[str, Runner]:
+def build_runners(
+    options: AgentOptions, tasks: Sequence[RolloutTask], log_folder: Path | None = None
+) -> dict[str, Runner]:
     """Returns the agents by name; that of the empty name is for tasks without one. Raises InputError for two
-    agents of one name, and for none."""
-    from branchline.rollout.runners import CommandRunner, RemoteRunner, make_runner
+    agents of one name, for none, and for options that none of them has."""
+    from branchline.loop.agents import STATE_AGENT_NAME, agent_names
+    from branchline.rollout.runners import CommandRunner, LoopRunner, RemoteRunner, make_runner
 
     runners: dict[str, Runner] = {}
 
@@ -89,16 +110,61 @@ def build_runners(options: AgentOptions, log_folder: Path | None = None) -> dict
             raise InputError(f"{what}, expected one; name others: --agent NAME=MODULE:FUNCTION")
         runners[name] = runner
 
+    def make(spec: str) -> Runner:
+        runner = make_runner(spec)
+        return _loop_runner(options, spec) if isinstance(runner, LoopRunner) else runner
+
     for text in options.agent:
         name, separator, path = text.partition("=")
-        add(name if separator else "", make_runner(path if separator else text))
+        add(name if separator else "", make(path if separator else text))
     if options.command is not None:
         add("", CommandRunner(options.command, log_folder))
     if options.agent_url is not None:
         add("", RemoteRunner(options.agent_url))
+    for name in dict.fromkeys(task.agent_name for task in tasks if options.has_loop_options):
+        if name and name not in runners and name in agent_names():
+            runners[name] = _loop_runner(options, name)
     if not runners:
         raise InputError("agent: got none, expected --agent MODULE:FUNCTION, --command or --agent-url")
+    loops = [one for one in runners.values() if isinstance(one, LoopRunner)]
+    if options.has_loop_options and not loops:
+        flag = "--model-length" if options.tools is None else "--tools"
+        raise InputError(
+            f"{flag}: expected it with an agent of the loop only: --agent tool, or the agent_name of tasks"
+        )
+    for runner in loops:
+        if runner.context_options is not None and all(one.name != STATE_AGENT_NAME for one in loops):
+            raise InputError("--compaction, --response-room, …: expected them with the agent state only")
     return runners
+
+
+def _loop_runner(options: AgentOptions, name: str) -> Runner:
+    from branchline.rollout.runners import LoopRunner
+
+    context = options.context
+    if options.compaction is not None:
+        from branchline.runtime.compaction import make_policy
+
+        context = replace(context, compaction=make_policy(options.compaction))
+    return LoopRunner(
+        name,
+        config_file="" if options.tools is None else str(options.tools),
+        model_length=options.model_length,
+        context_options=None if context == ContextOptions() else context,
+    )
+
+
+def check_tasks(runners: Mapping[str, Runner], tasks: Sequence[RolloutTask]) -> None:
+    """Raises InputError for an agent, a tool or an interaction that is unknown, before a model is loaded."""
+    from branchline.rollout.runners import LoopRunner, select_runner
+
+    for index, task in enumerate(tasks):
+        try:
+            runner = select_runner(runners, task.agent_name)
+            if isinstance(runner, LoopRunner):
+                runner.check(task)
+        except InputError as error:
+            raise InputError(f"tasks[{index}].{error}") from error
 
 
 def build_reward(options: AgentOptions) -> RewardFunction | VerifierCommand | None:

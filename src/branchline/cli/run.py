@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from branchline.cli.agents import build_judge, build_reward, build_runners
+from branchline.cli.agents import build_judge, build_reward, build_runners, check_tasks
 from branchline.cli.commands.run import RunOptions
 from branchline.cli.engine_options import default_max_tokens
 from branchline.cli.engines import build_router, engine_keys
@@ -57,11 +57,11 @@ def run(options: RunOptions) -> tuple[str, int]:
             "model belongs to one process"
         )
     path = options.run_folder or new_run_folder("run")
-    runners = build_runners(options.agents, path.absolute() / "logs")
+    runners = build_runners(options.agents, tasks, path.absolute() / "logs")
     reward, judge = build_reward(options.agents), build_judge(options.judging)
     if reward is not None and judge is not None:
         raise InputError("--judge-url: got a judge and a reward, expected one of them")
-    _check_names(runners, tasks)
+    check_tasks(runners, tasks)
     trackers = Trackers(options.report_to, path.name)
     engine = None if options.cluster.ray else build_router(options.engines)
     folder = RunFolder.create(
@@ -87,17 +87,6 @@ def run(options: RunOptions) -> tuple[str, int]:
     if options.json:
         return msgspec.json.encode(stats.to_json()).decode() + "\n", int(not stats.finished)
     return render_stats(stats.to_json(), path), int(not stats.finished)
-
-
-def _check_names(runners: Mapping[str, Runner], tasks: list[RolloutTask]) -> None:
-    """Raises InputError for an unknown agent before a model is loaded."""
-    from branchline.rollout.runners import select_runner
-
-    for index, task in enumerate(tasks):
-        try:
-            select_runner(runners, task.agent_name)
-        except InputError as error:
-            raise InputError(f"tasks[{index}].{error}") from error
 
 
 def _rollout_config(options: RunOptions) -> RolloutConfig:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from branchline.cli.agents import build_reward, build_runners
+from branchline.cli.agents import build_reward, build_runners, check_tasks
 from branchline.cli.commands.train import TrainOptions
 from branchline.cli.observability import Observability, configure_observability
 from branchline.cli.progress import describe_time
 from branchline.cli.run_folders import keep_config, new_run_folder
-from branchline.core.errors import EpisodesFailedError, InputError
+from branchline.core.errors import EpisodesFailedError
 from branchline.engines.hf_config import HfConfig
 from branchline.train.config import TrainerConfig
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # imported late below: it needs packages of the `train` extra
 
 def run(options: TrainOptions) -> str | tuple[str, int]:
     """Trains; a line for each step goes to stdout, or to stderr with --json."""
-    from branchline.rollout.runners import select_runner
     from branchline.rollout.tasks import read_tasks
 
     if not options.model:
@@ -40,12 +39,8 @@ def run(options: TrainOptions) -> str | tuple[str, int]:
         # longer on busy ones.
         torch.set_num_threads(1)
     tasks = read_tasks(options.agents.tasks)
-    runners = build_runners(options.agents)
-    for index, task in enumerate(tasks):
-        try:
-            select_runner(runners, task.agent_name)
-        except InputError as error:
-            raise InputError(f"tasks[{index}].{error}") from error
+    runners = build_runners(options.agents, tasks)
+    check_tasks(runners, tasks)
     folder = options.run_folder or new_run_folder("train")
     observability = configure_observability(options.logs)
     try:

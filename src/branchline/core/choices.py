@@ -2,6 +2,9 @@
 
 from typing import Literal
 
+CompactionName = Literal["drop_oldest", "drop_least_important", "summarize"]
+"""How a conversation that is too long is shortened: the oldest messages or those with the fewest words of the
+task become stubs, or a summary by the model replaces them."""
 CompareLevel = Literal["text", "token"]
 """What must be equal for one logged call to continue another: messages and ids, or nothing but ids."""
 Durability = Literal["process", "disk"]

@@ -163,6 +163,7 @@ BUILTIN_AGENTS: dict[str, Agent] = {
     # The names in verl's datasets.
     "single_turn_agent": single_turn_agent,
     "tool_agent": tool_agent,
+    "tool_agent_loop": tool_agent,
 }
 _custom_agents: dict[str, Agent] = {}
 
@@ -184,6 +185,11 @@ def agent(name: str) -> Callable[[Agent], Agent]:
         return function
 
     return register
+
+
+def agent_names() -> list[str]:
+    """The names of all agents."""
+    return sorted({**_custom_agents, **BUILTIN_AGENTS})
 
 
 def find_agent(name: str) -> Agent:

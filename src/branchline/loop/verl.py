@@ -14,7 +14,7 @@ import importlib
 import inspect
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +31,18 @@ from branchline.loop.tools.base import BaseTool, ToolResult, media_from_bytes
 
 _KEPT_BY_SIDE: dict[str, KeptPart] = {"left": "head", "right": "tail", "middle": "both"}
 """verl names the side from which a text is read: `left` keeps its head."""
-_REASONS = {
-    "format": "the codec detects the format of tool calls",
-    "use_inference_chat_template": "sampled ids are never encoded again",
-    "tokenization_sanity_check_mode": "prompts are exact",
-    "num_repeat_rollouts": "open several sessions of one group",
+_WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
+    "_target_": (str,),
+    # The codec detects the format of tool calls in the chat template.
+    "format": (str,),
+    # Sampled ids are never encoded again, and prompts are exact.
+    "use_inference_chat_template": (bool,),
+    "tokenization_sanity_check_mode": (str, bool),
+    # A rollout's `n`.
+    "num_repeat_rollouts": (),
 }
+"""Options that say nothing here: the types of their values, besides null."""
+_MULTI_TURN = ("actor_rollout_ref", "rollout", "multi_turn")
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,44 @@ def read_verl_config(multi_turn: Mapping[str, Any]) -> VerlConfig:
     limits["tool_response_keep"] = _KEPT_BY_SIDE[side]
     tools, interactions = options.pop("tool_config_path", None), options.pop("interaction_config_path", None)
     for name, value in options.items():
-        reason = _REASONS.get(name, "the loop has none of this name")
-        raise InputError(f"multi_turn.{name}: got {value!r}, expected no such option: {reason}")
+        types = _WITHOUT_EFFECT.get(name)
+        if types is None:
+            raise InputError(f"multi_turn.{name}: got {value!r}, expected no such option")
+        if value is not None and not isinstance(value, types):
+            expected = " or ".join(["null", *(kind.__name__ for kind in types)])
+            raise InputError(f"multi_turn.{name}: got {value!r}, expected {expected}")
     return VerlConfig(
         LoopLimits(**limits),
         load_verl_tools(tools) if tools else ToolRegistry(),
         load_verl_interactions(interactions) if interactions else InteractionRegistry(),
     )
+
+
+def read_verl_file(path: str | Path) -> VerlConfig:
+    """The tools and the multi-turn options of a YAML file of verl's: a `tools` list, `multi_turn` options
+    with or without the names that they are nested in, or both. Files that it names are relative to the
+    working directory, as in verl, else to its own folder.
+    """
+    path = Path(path)
+    content = _read_yaml(path)
+    try:
+        if not isinstance(content, Mapping):
+            raise InputError(f"got {content!r}, expected an object with `tools` or options of `multi_turn`")
+        options = dict(content)
+        for name in _MULTI_TURN:
+            nested = options.get(name)
+            if isinstance(nested, Mapping):
+                options = {**nested, **({"tools": options["tools"]} if "tools" in options else {})}
+        tools = options.pop("tools", None)
+        if tools is not None and options.get("tool_config_path"):
+            raise InputError("tools: got it and tool_config_path, expected one of them")
+        for name in ("tool_config_path", "interaction_config_path"):
+            if (named := options.get(name)) and not Path(named).exists():
+                options[name] = str(path.parent / named)
+        config = read_verl_config(options)
+        return config if tools is None else replace(config, tools=load_verl_tools({"tools": tools}))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def load_verl_tools(source: str | Path | Mapping[str, Any]) -> ToolRegistry:
@@ -208,15 +245,23 @@ def _to_media(image: Any) -> Media:
 # -- files -------------------------------------------------------------------------------------------
 
 
+def _read_yaml(path: Path) -> object:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise InputError(f"{path}: got a file that cannot be read ({problem}), expected YAML") from error
+
+
 def _items(
     source: str | Path | Mapping[str, Any], field: str, known: Sequence[str]
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """The entries of a list, each with its place for error messages."""
     content: Any = source
     if not isinstance(source, Mapping):
-        import yaml  # type: ignore[import-untyped]
-
-        content = yaml.safe_load(Path(source).read_text())
+        content = _read_yaml(Path(source))
     if not isinstance(content, Mapping) or list(content) != [field] or not isinstance(content[field], list):
         raise InputError(f"{field}: got {content!r}, expected an object with the list {field!r} only")
     for index, item in enumerate(content[field]):

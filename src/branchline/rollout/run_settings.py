@@ -6,6 +6,7 @@ settings are written when it begins, and a resumed run must have the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from branchline.rollout.runners import (
     Runner,
 )
 
-JsonValue = Mapping[str, Any] | str | None
+JsonValue = Mapping[str, Any] | str | int | None
 RUN_FILE = "run.json"
 log = logging.getLogger("branchline.rollout")
 
@@ -82,10 +83,29 @@ def describe_runner(runner: Runner) -> JsonValue:
     if isinstance(runner, RemoteRunner):
         return {"url": runner.url}
     if isinstance(runner, LoopRunner):
-        return {"loop": runner.name}
+        return {"loop": runner.name, **_describe_loop(runner)}
     if isinstance(runner, DispatchRunner):
         return describe_runners(runner.runners)
     return name_function(runner)
+
+
+def _describe_loop(runner: LoopRunner) -> dict[str, JsonValue]:
+    """Returns what an agent of the loop has by options."""
+    described: dict[str, JsonValue] = {}
+    if runner.config_file:
+        content = Path(runner.config_file).read_bytes()
+        described["config"] = hashlib.blake2b(content, digest_size=8).hexdigest()
+    if runner.model_length is not None:
+        described["model_length"] = runner.model_length
+    if (options := runner.context_options) is not None:
+        compaction = None if options.compaction is None else name_function(options.compaction)
+        described["context"] = {
+            "context_length_penalty": options.context_length_penalty,
+            "response_room": options.response_room,
+            "compaction": compaction,
+            "compaction_target": options.compaction_target,
+        }
+    return described
 
 
 def describe_runners(runners: Mapping[str, Runner]) -> JsonValue:

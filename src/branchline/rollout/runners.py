@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -26,12 +27,14 @@ import msgspec
 from branchline.core.errors import InputError
 from branchline.core.reward import RewardData
 from branchline.engines.client import HttpClient, ServerConfig
-from branchline.loop.agents import AgentContext, find_agent, run_agent
+from branchline.loop.agents import AgentContext, find_agent, run_agent, select
+from branchline.loop.context.context_options import ContextOptions
 from branchline.loop.http_model import HttpModel
 from branchline.loop.registry import InteractionRegistry, ToolRegistry, is_async_callable
 from branchline.loop.state import LoopState
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.timeouts import run_in_thread
+from branchline.loop.verl import VerlConfig, read_verl_file
 from branchline.rollout.processes import run_command
 from branchline.rollout.session_gateway import AgentSession
 from branchline.rollout.session_result import EndCause, RunnerError
@@ -158,12 +161,43 @@ class LoopRunner:
     tools: ToolRegistry | None = None
     interactions: InteractionRegistry | None = None
     limits: LoopLimits | None = None
+    config_file: str = ""
+    """A YAML file of verl's with tools, an interaction and limits (`read_verl_file`), in place of `tools` and
+    `interactions`. It is read once in each process, so its classes need not be sent to another one."""
+    model_length: int | None = None
+    """In place of that of the limits."""
+    context_options: ContextOptions | None = None
 
     async def run(self, task: RolloutTask, session: AgentSession) -> None:
-        row = {**task.row, "agent_name": task.agent_name or self.name}
+        tools, interactions, limits = self._settings()
         async with HttpModel(session.base_url, session.api_key, session.control_key) as model:
-            context = AgentContext(model, self.tools, self.interactions, self.limits)
-            await run_agent(LoopState.begin(Task.read(row)), context)
+            context = AgentContext(model, tools, interactions, limits, context_options=self.context_options)
+            await run_agent(LoopState.begin(self._read(task)), context)
+
+    def check(self, task: RolloutTask) -> None:
+        """Raises InputError for a task that names what is not there, and for a file that cannot be used."""
+        tools, interactions, _ = self._settings()
+        read = self._read(task)
+        find_agent(read.agent_name)
+        select(read, tools, interactions)
+
+    def _read(self, task: RolloutTask) -> Task:
+        return Task.read({**task.row, "agent_name": task.agent_name or self.name})
+
+    def _settings(self) -> tuple[ToolRegistry | None, InteractionRegistry | None, LoopLimits | None]:
+        tools, interactions, limits = self.tools, self.interactions, self.limits
+        if self.config_file:
+            config = _read_loop_file(self.config_file)
+            tools, interactions, limits = config.tools, config.interactions, limits or config.limits
+        if self.model_length is not None:
+            limits = msgspec.structs.replace(limits or LoopLimits(), model_length=self.model_length)
+        return tools, interactions, limits
+
+
+@cache
+def _read_loop_file(path: str) -> VerlConfig:
+    _find_modules_here()
+    return read_verl_file(path)
 
 
 RunnerSpec = Runner | RunnerFunction | str
@@ -215,8 +249,7 @@ def load_object(path: str, what: str) -> Any:
     module_name, separator, name = path.partition(":")
     if not separator or not module_name or not name:
         raise InputError(f"{what}: got {path!r}, expected MODULE:FUNCTION")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _find_modules_here()
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
@@ -226,3 +259,9 @@ def load_object(path: str, what: str) -> Any:
             f"{what}: got {path!r}, which cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     return found
+
+
+def _find_modules_here() -> None:
+    """Lets modules of the working directory be imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

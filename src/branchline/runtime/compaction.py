@@ -21,12 +21,13 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Protocol, get_args
 
 import msgspec
 import xxhash
 
 from branchline.chat.base import Codec
+from branchline.core.choices import CompactionName
 from branchline.core.context_edits import (
     ContextEdit,
     ContextView,
@@ -45,7 +46,6 @@ SUMMARY_INSTRUCTION = (
     "Answer with the summary only, and call no tool."
 )
 DEFAULT_KEPT_MESSAGES = 4
-PolicyName = Literal["drop_oldest", "drop_least_important", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,17 @@ class Summarize:
             last -= 1
         # A single message is at most an earlier summary.
         return Compaction(tuple(range(first, last)), self.instruction) if last > first + 1 else None
+
+
+def make_policy(
+    name: CompactionName, keep_last: int = DEFAULT_KEPT_MESSAGES, instruction: str = SUMMARY_INSTRUCTION
+) -> CompactionPolicy:
+    """Returns a built-in policy."""
+    if name == "summarize":
+        return Summarize(instruction, keep_last)
+    if name == "drop_least_important":
+        return DropLeastImportant(keep_last=keep_last)
+    return DropOldest(keep_last)
 
 
 _WORD = re.compile(r"\w{3,}")
@@ -300,7 +311,7 @@ class CompactionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """A longer prompt is compacted."""
     target_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """The length to reach; None is 60 % of `trigger_tokens`."""
-    policy: PolicyName = "drop_oldest"
+    policy: CompactionName = "drop_oldest"
     keep_last: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_KEPT_MESSAGES
     summary_instruction: str = SUMMARY_INSTRUCTION
 
@@ -308,8 +319,8 @@ class CompactionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         check_count("compaction.trigger_tokens", self.trigger_tokens)
         check_count("compaction.keep_last", self.keep_last)
         _check_instruction("compaction.summary_instruction", self.summary_instruction)
-        if self.policy not in get_args(PolicyName):
-            expected = ", ".join(get_args(PolicyName))
+        if self.policy not in get_args(CompactionName):
+            expected = ", ".join(get_args(CompactionName))
             raise InputError(f"compaction.policy: got {self.policy!r}, expected one of {expected}")
         if self.target_tokens is not None:
             check_count("compaction.target_tokens", self.target_tokens)
@@ -324,11 +335,7 @@ class CompactionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         return self.trigger_tokens * 6 // 10 if self.target_tokens is None else self.target_tokens
 
     def build_policy(self) -> CompactionPolicy:
-        if self.policy == "summarize":
-            return Summarize(self.summary_instruction, self.keep_last)
-        if self.policy == "drop_least_important":
-            return DropLeastImportant(keep_last=self.keep_last)
-        return DropOldest(self.keep_last)
+        return make_policy(self.policy, self.keep_last, self.summary_instruction)
 
 
 class CompactedPrefix(msgspec.Struct, frozen=True):

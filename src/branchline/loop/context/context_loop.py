@@ -14,7 +14,6 @@ A policy that fails ends the trajectory with a fault: that is no failure of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,8 +21,8 @@ import msgspec
 from branchline.core.context_edits import build_view
 from branchline.core.errors import CompactionError, ContextLengthError, InputError, SessionError
 from branchline.core.message import Message
-from branchline.core.option_checks import check_count, check_number
 from branchline.loop.agent_loop import AgentLoop
+from branchline.loop.context.context_options import ContextOptions as ContextOptions
 from branchline.loop.context.context_state import ContextState, label_result
 from branchline.loop.generation import ask_or_resume, effective_sampling
 from branchline.loop.model import Model
@@ -33,14 +32,11 @@ from branchline.loop.timeouts import run_in_thread
 from branchline.loop.token_budget import reached_limit
 from branchline.loop.tools.base import ToolResult
 from branchline.runtime.compaction import (
-    CompactionPolicy,
     build_edit,
-    check_policy,
     plan_edit,
     summary_prompt,
 )
 
-DEFAULT_PENALTY = -1.0
 CONTEXT_TOOLS = (
     "analyzeText",
     "loadDocument",
@@ -57,30 +53,6 @@ CONTEXT_TOOLS = (
     "finish",
 )
 """The names of all tools of the agent `state`, which `tools.py` defines."""
-
-
-@dataclass(frozen=True)
-class ContextOptions:
-    """How the agent `state` treats a context that becomes too long."""
-
-    context_length_penalty: float | None = DEFAULT_PENALTY
-    """The reward of a trajectory that ends because its prompt leaves no room; None keeps its own reward."""
-    response_room: int | None = None
-    """Tokens that the model's length (`LoopLimits.model_length`) must leave for an answer; None is
-    `LoopLimits.max_new_tokens`, or 1 if that has no limit."""
-    compaction: CompactionPolicy | None = None
-    """Shortens the context before the trajectory would end; None leaves that to the model."""
-    compaction_target: float = 0.6
-    """The part of the model's length to which a compaction reduces the prompt."""
-
-    def __post_init__(self) -> None:
-        if self.context_length_penalty is not None:
-            check_number("context_length_penalty", self.context_length_penalty)
-        if self.response_room is not None:
-            check_count("response_room", self.response_room)
-        check_number("compaction_target", self.compaction_target, above=0, most=1)
-        if self.compaction is not None:
-            check_policy("compaction", self.compaction)
 
 
 class ContextLoop(AgentLoop):
