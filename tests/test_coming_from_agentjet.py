@@ -23,6 +23,7 @@ from branchline.runtime.routing_rule import RoutingRule
 from tests.cli.test_merge_samples import DRIFT_AND_TOOLS, SEARCH
 from tests.gateway.harness import Agent, agent
 from tests.gateway.test_control_api_export import WithoutLogprobs
+from tests.hang import fail_if_hung
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "coming-from-agentjet.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE)
@@ -41,7 +42,7 @@ def check(row: str) -> Callable[[Check], Check]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_is_true(row: str, tmp_path: Path) -> None:
-    asyncio.run(asyncio.wait_for(CHECKS[row](tmp_path), 30))
+    asyncio.run(fail_if_hung(CHECKS[row](tmp_path)))
 
 
 def test_every_check_is_a_row() -> None:

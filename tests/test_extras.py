@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from branchline.core.extras import EXTRA_OF
+from tests.hang import HANG_S
 from tests.test_architecture import top_level_imports
 
 ROOT = Path(__file__).parent.parent
@@ -157,7 +158,7 @@ def test_a_function_is_run_on_tasks_with_the_serve_extra_alone(tmp_path: Path) -
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=HANG_S,
         )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["reward_mean"] == 1.0

@@ -22,6 +22,7 @@ from branchline.engines.replicas import Replicas
 from tests.chat.harness import save_byte_level
 from tests.core.fake_hub import fake_hub, use_cache
 from tests.engines.fake_servers import FakeServer, FakeSglang, FakeVllm
+from tests.hang import HANG_S
 
 NAME = "acme/tiny-chat"
 TEMPLATE = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}<|start|>"
@@ -52,7 +53,7 @@ def model_server(engine: str, name: str | None) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert started.wait(20)
+    assert started.wait(HANG_S)
     try:
         yield urls[0]
     finally:

@@ -15,6 +15,7 @@ from branchline.cli.observability import is_exporter_configured
 from branchline.core.extras import install_line
 from tests.cli.harness import served_gateway
 from tests.gateway.otel import OtlpReceiver
+from tests.hang import HANG_S
 
 
 def _serve_one_call(*options: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
@@ -22,7 +23,7 @@ def _serve_one_call(*options: str, **environment: str) -> tuple[list[dict[str, A
     with served_gateway("--log-format", "json", *options, **environment) as gateway:
         assert gateway.chat("marzipan").status_code == 200
         gateway.process.send_signal(signal.SIGINT)
-        _, log = gateway.process.communicate(timeout=30)
+        _, log = gateway.process.communicate(timeout=HANG_S)
         assert gateway.process.returncode == 0, log
     return [json.loads(line) for line in log.splitlines()], gateway.banner + log
 

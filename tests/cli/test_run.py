@@ -16,6 +16,7 @@ import pytest
 
 from branchline import read_jsonl, read_parquet
 from branchline.cli.main import main
+from tests.hang import HANG_S
 
 ROOT = Path(__file__).parents[2]
 FORKER = """
@@ -329,11 +330,11 @@ def test_an_interrupted_run_writes_what_it_has_and_is_resumed(folder: Path) -> N
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not (folder / "started").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, error
     assert "continue with: branchline run … --run-folder out --resume" in error
     lines = [json.loads(line) for line in (folder / "out/trajectories.jsonl").read_text().splitlines()]

@@ -24,6 +24,7 @@ from branchline.runtime.sampling import FALLBACK_MAX_TOKENS
 from tests.chat.harmony import save_harmony
 from tests.chat.harness import save_byte_level
 from tests.cli.harness import served_gateway
+from tests.hang import HANG_S
 
 
 def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
         answer = gateway.chat("hello").json()
         assert answer["choices"][0]["message"]["content"] == "You said: hello"
         gateway.process.send_signal(signal.SIGINT)
-        assert gateway.process.wait(20) == 0
+        assert gateway.process.wait(HANG_S) == 0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_the_admin_key_may_come_from_the_environment() -> None:
         url = gateway.printed(r" on (http://\S+)")
         assert httpx.get(f"{url}/sessions", headers={"authorization": "Bearer ak-mine"}).status_code == 200
         gateway.process.send_signal(signal.SIGTERM)
-        assert gateway.process.wait(20) == 0
+        assert gateway.process.wait(HANG_S) == 0
 
 
 def test_limits_are_options() -> None:
@@ -221,7 +222,7 @@ def test_an_unfinished_request_does_not_prevent_stopping(drain_s: str, signals: 
             if signals > 1:
                 server.send_signal(signal.SIGTERM)
             assert b" 503 " in client.recv(1000)
-        assert server.wait(20) == 0
+        assert server.wait(HANG_S) == 0
         assert "Traceback" not in server.stderr.read()
 
 

@@ -14,6 +14,7 @@ import httpx
 
 from branchline import AsyncClient, Client
 from branchline.client.client import ClientSession
+from tests.hang import HANG_S
 
 KINDS = ("async", "sync")
 CLIENT_THREADS = ThreadPoolExecutor(16)
@@ -64,7 +65,7 @@ class DroppingProxy:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[DroppingProxy]:
-        async with httpx.AsyncClient(timeout=20) as self._http:
+        async with httpx.AsyncClient(timeout=HANG_S) as self._http:
             server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             try:

@@ -28,6 +28,7 @@ from branchline.runtime.router import Router
 from tests.client.harness import CLIENT_THREADS, KINDS, DroppingProxy, open_client
 from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import Agent, agent, run
+from tests.hang import HANG_S
 from tests.loop.test_http_model import fake_server, http_response
 from tests.runtime.test_session_snapshot import as_json, assert_equal_trees
 
@@ -56,7 +57,7 @@ def test_the_life_of_a_session_in_another_thread(kind: str) -> None:
                 group="doors", metadata={"n": 1}, sampling={"temperature": 1.0}
             )
             assert session.base_url == f"{a.gateway.url}/sessions/{session.id}/v1"
-            waiting = asyncio.create_task(session.wait(20))
+            waiting = asyncio.create_task(session.wait())
             assert await ask(a, session, "p") == "A1"
             assert await ask(a, session, "p", "A1", "q") == "A2"
             await session.reward(0.25, note="fine")
@@ -428,7 +429,7 @@ def test_ctrl_c_ends_a_wait_and_the_client_still_works() -> None:
     thread = threading.Thread(target=lambda: asyncio.run(serve(ready, stop, found)))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(HANG_S)
         url, key, session_id = found
         with Client(url, key) as client:
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -15,6 +15,7 @@ from branchline.client.client import ClientSession
 from branchline.gateway.config import GatewayConfig
 from branchline.runtime.managed_session import SessionOptions
 from tests.gateway.harness import agent
+from tests.hang import HANG_S
 
 TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "client.md").read_text()
 KEY = "ak-" + "k" * 30
@@ -34,7 +35,7 @@ def test_the_programs_of_the_guide_run(
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(HANG_S)
         monkeypatch.setenv("BRANCHLINE_ADMIN_KEY", KEY)
         program = "\n".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
         assert program.count("http://127.0.0.1:8100") == 3

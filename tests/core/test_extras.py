@@ -12,6 +12,7 @@ import pytest
 from branchline.core import extras
 from branchline.core.errors import MissingExtraError
 from branchline.core.extras import EXTRA_OF, install_line, pip_install, requires_extra
+from tests.hang import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,7 +109,7 @@ def test_a_command_whose_package_is_missing_says_which_extra_has_it(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     expected = f"{package} is not installed: {install_line(EXTRA_OF[package])}"
     assert (done.returncode, done.stdout) == (2, "")

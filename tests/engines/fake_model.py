@@ -5,9 +5,8 @@ A continuation after the right ids gives what one request would have given; afte
 
 from __future__ import annotations
 
-import asyncio
 import zlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ from branchline.engines.http import HttpEngine
 
 PROMPT = as_ids([5, 6, 7])
 EOS = 2
-TEST_TIMEOUT_S = 10.0
-"""A test that waits longer than this fails."""
 
 
 def next_token(ids: list[int], weights: int = 0) -> tuple[int, float]:
@@ -37,10 +34,6 @@ def continuation(prompt: Ids | list[int], count: int, weights: int = 0) -> tuple
         ids.append(token)
         logprobs.append(logprob)
     return ids[len(prompt) :], logprobs
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, TEST_TIMEOUT_S))
 
 
 def params(count: int = 5, **more: Any) -> SamplingParams:

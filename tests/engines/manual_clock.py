@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine
 from typing import Any
+
+from tests.hang import fail_if_hung
 
 
 class ManualClockLoop(asyncio.SelectorEventLoop):
@@ -42,18 +43,8 @@ async def yield_to_loop(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def run_with_frozen_clock(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a test, and cancels it if it waits for a timer that it does not reach."""
-
-    async def guarded() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        timer = threading.Timer(10, asyncio.get_running_loop().call_soon_threadsafe, [task.cancel])
-        timer.start()
-        try:
-            await main
-        finally:
-            timer.cancel()
-
+def run_with_frozen_clock(test: Coroutine[Any, Any, None]) -> None:
+    """Runs a test in which a timer fires when the test moves the clock, and never because the machine is
+    busy."""
     with asyncio.Runner(loop_factory=FrozenClockLoop) as runner:
-        runner.run(guarded())
+        runner.run(fail_if_hung(test))

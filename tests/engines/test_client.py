@@ -5,7 +5,7 @@ import base64
 import json
 import ssl
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from branchline.engines.client import (
     ServerConfig,
     SseParser,
 )
-from tests.engines.fake_model import run
-from tests.engines.manual_clock import advance, run_with_frozen_clock
+from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_loop
 
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 """Self-signed, for localhost and 127.0.0.1."""
@@ -45,8 +44,25 @@ class CannedServer:
         self.request_heads: list[list[bytes]] = []
         """The heads of the requests of each connection."""
         self.url = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def wait_closed(self) -> None:
+        """Returns when every connection is closed; its client has done so."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._respond(reader, writer)
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads: list[bytes] = []
         self.request_heads.append(heads)
         for response in next(self.connections):
@@ -59,7 +75,12 @@ class CannedServer:
         else:
             if not self.closes:
                 await reader.read()
-        writer.close()
+
+
+async def wait_for_request(server: CannedServer) -> None:
+    """Returns when the head of a request has arrived."""
+    while not any(server.request_heads):
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -83,6 +104,7 @@ async def canned_server(
         await client.close()
         server.close()
         await server.wait_closed()
+        await canned.wait_closed()
 
 
 async def read_all_events(client: HttpClient) -> list[bytes]:
@@ -113,7 +135,7 @@ def test_connection_is_reused() -> None:
                 b"GET /c HTTP/1.1",
             ]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_reused_connection_that_the_server_closed_is_replaced_once() -> None:
@@ -131,7 +153,7 @@ def test_reused_connection_that_the_server_closed_is_replaced_once() -> None:
                 await read_all_events(client)
             assert [len(heads) for heads in server.request_heads] == [2, 1]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_idle_connection_that_the_server_closed_is_not_used() -> None:
@@ -146,7 +168,7 @@ def test_idle_connection_that_the_server_closed_is_not_used() -> None:
             assert await read_all_events(client) == [b"1"]
             assert [len(heads) for heads in server.request_heads] == [1, 1]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_last_event_without_its_empty_line_is_read() -> None:
@@ -154,7 +176,7 @@ def test_last_event_without_its_empty_line_is_read() -> None:
         async with canned_server([http_response(b"data: 1\n\ndata: 2\n")]) as (client, _):
             assert await read_all_events(client) == [b"1", b"2"]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_new_connection_that_the_server_closed_is_not_replaced() -> None:
@@ -164,7 +186,7 @@ def test_new_connection_that_the_server_closed_is_not_replaced() -> None:
                 await client.get_json("/a")
             assert len(server.request_heads) == 1
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_is_not_sent_again_once_its_response_has_begun() -> None:
@@ -178,7 +200,7 @@ def test_request_is_not_sent_again_once_its_response_has_begun() -> None:
                 await response.next_events()
             assert [len(heads) for heads in server.request_heads] == [2]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("close", [b"connection: close", b"Connection: Close"])
@@ -192,7 +214,7 @@ def test_connection_that_the_server_will_close_is_not_reused(close: bytes) -> No
             await client.get_json("/b")
             assert len(server.request_heads) == 2
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_connection_that_was_idle_for_long_is_not_used() -> None:
@@ -215,7 +237,7 @@ def test_number_of_idle_connections_is_limited() -> None:
             await asyncio.sleep(0)
             assert len(client._idle) == len(client.connections) == MAX_KEEPALIVE_CONNECTIONS
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_control_request_returns_whether_the_server_supports_it() -> None:
@@ -234,20 +256,30 @@ def test_control_request_returns_whether_the_server_supports_it() -> None:
             with pytest.raises(EngineError, match="/y: not JSON: b'<html>'"):
                 await client.get_json("/y")
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_without_a_response_times_out() -> None:
     async def main() -> None:
-        async with canned_server([b"HTTP/1.1 200 OK\r\n"], read_timeout_s=0.02) as (client, _):
-            with pytest.raises(EngineError, match=r"127.0.0.1:\d+: no data for 0.02 s"):
-                await read_all_events(client)
-        async with canned_server([b"HTTP/1.1 200 OK\r\n"]) as (client, _):
-            with pytest.raises(EngineError, match=r"/x: no response within 0.02 s"):
-                await client.post_control("/x", timeout_s=0.02)
+        async with canned_server([b"HTTP/1.1 200 OK\r\n"], read_timeout_s=20) as (client, server):
+            waiting: asyncio.Task[Any] = asyncio.create_task(read_all_events(client))
+            await wait_for_request(server)
+            await advance(19)
+            assert not waiting.done()
+            await advance(1)
+            with pytest.raises(EngineError, match=r"127.0.0.1:\d+: no data for 20 s"):
+                await waiting
+        async with canned_server([b"HTTP/1.1 200 OK\r\n"]) as (client, server):
+            waiting = asyncio.create_task(client.post_control("/x", timeout_s=20))
+            await wait_for_request(server)
+            await advance(19)
+            assert not waiting.done()
+            await advance(1)
+            with pytest.raises(EngineError, match=r"/x: no response within 20 s"):
+                await waiting
             assert not client.connections, "closed after the timeout"
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_connect_timeout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,11 +288,16 @@ def test_connect_timeout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def main() -> None:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
-        client = HttpClient(ServerConfig("http://host:1", connect_timeout_s=0.02), "http://host:1")
-        with pytest.raises(EngineError, match=r"host:1: cannot connect: no connection within 0.02 s"):
-            await client.get_json("/x")
+        client = HttpClient(ServerConfig("http://host:1", connect_timeout_s=20), "http://host:1")
+        waiting = asyncio.create_task(client.get_json("/x"))
+        await yield_to_loop()
+        await advance(19)
+        assert not waiting.done()
+        await advance(1)
+        with pytest.raises(EngineError, match=r"host:1: cannot connect: no connection within 20 s"):
+            await waiting
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_closed_while_it_connects_is_not_sent() -> None:
@@ -274,7 +311,7 @@ def test_request_closed_while_it_connects_is_not_sent() -> None:
             await client.get_json("/a")
             assert [head.split(b"\r\n")[0] for head in server.request_heads[0]] == [b"GET /a HTTP/1.1"]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_connection_made_after_the_client_closed_is_closed() -> None:
@@ -292,7 +329,7 @@ def test_connection_made_after_the_client_closed_is_closed() -> None:
                 await client.get_json("/a")
             assert server.request_heads in ([], [[]])
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_tls_certificate_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +345,7 @@ def test_tls_certificate_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await read_all_events(client) == [b"2"]
             assert len(server.request_heads) == 1
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -333,7 +370,7 @@ def test_credentials_are_sent_as_authorization_header(user: str, key: str, heade
             assert lines[b"host"] == server.url.removeprefix("http://").encode()
             await client.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -366,7 +403,7 @@ def test_server_url_may_have_a_path() -> None:
             assert server.request_heads[0][0].startswith(b"GET /below/health HTTP/1.1\r\n")
             await client.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_headers_are_sent() -> None:
@@ -382,7 +419,7 @@ def test_request_headers_are_sent() -> None:
             with pytest.raises(InputError, match=r"x-call: got 'two\\r\\nlines', expected printable ASCII"):
                 client.request("GET", "/a", headers={"x-call": "two\r\nlines"})
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_retry_after_header_is_returned() -> None:
@@ -402,7 +439,7 @@ def test_retry_after_header_is_returned() -> None:
             with pytest.raises(EngineError, match="closed by the server"):
                 await response.next_events()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_clients_share_the_tls_context() -> None:

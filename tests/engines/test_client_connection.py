@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from branchline.core.errors import InputError
 from branchline.engines.client import HttpClient, HttpConnection, HttpResponse, ServerConfig
-from tests.engines.fake_model import run
 from tests.engines.fake_transport import FakeTransport, chunked_body
 from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_loop
 
@@ -65,7 +64,7 @@ def test_any_split_of_the_bytes_gives_the_same_body(
         assert (received, response.status, response.is_ended, response.error) == (body, 200, True, "")
         await response.wait()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_lost_response_keeps_the_data_that_arrived(framing: bytes, error: Except
         assert ("reset by peer" in response.error) == (error is not None)
         assert not response.is_resent, "the response had begun"
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 async def is_waiting(response: HttpResponse) -> bool:
@@ -103,7 +102,7 @@ def test_only_a_successful_response_wakes_its_reader_before_the_end(status: int,
         assert not await is_waiting(response)
         assert (response.status, response.read_nowait()) == (status, b"ab")
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("wakes_by", ["time", "end"])
@@ -134,7 +133,7 @@ def test_response_without_a_length_may_follow_a_response_with_one() -> None:
         connection.connection_lost(None)
         assert (first.read_nowait(), second.read_nowait(), second.error) == (b"a", b"bc", "")
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_on_a_lost_connection_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +149,7 @@ def test_request_on_a_lost_connection_fails(monkeypatch: pytest.MonkeyPatch) -> 
         await response.wait()
         assert response.error == "the connection was lost before the request was sent"
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_response_that_is_not_http_is_an_error() -> None:
@@ -161,7 +160,7 @@ def test_response_that_is_not_http_is_an_error() -> None:
         assert "not an HTTP/1.1 response" in response.error
         assert connection.transport.is_closing()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -174,7 +173,7 @@ def test_response_without_a_request_closes_the_connection(together: bool) -> Non
         assert (response.read_nowait(), response.is_ended, response.error) == (b"a", True, "")
         assert connection.transport.is_closing()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
@@ -185,7 +184,7 @@ def test_connection_stays_open_unless_the_server_closes_it(header: bytes) -> Non
         assert (response.read_nowait(), response.is_ended, response.error) == (b"a", True, "")
         assert connection.transport.is_closing() == bool(header)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_read_timeout_counts_from_the_last_data() -> None:
@@ -275,7 +274,7 @@ def test_post_on_a_reused_connection_that_was_reset_is_not_sent_again(
         is_unread = error is None or method == "GET"
         assert (response.is_resent, response.is_ended) == (is_unread, not is_unread)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("name", ["first_token_timeout_s", "token_timeout_s", "read_timeout_s"])

@@ -27,12 +27,11 @@ from tests.engines.fake_model import (
     logprobs_of,
     params,
     round_trip,
-    run,
     take_tokens,
     versions_of,
 )
 from tests.engines.fake_servers import FakeVllm
-from tests.engines.manual_clock import yield_to_loop
+from tests.engines.manual_clock import run_with_frozen_clock, yield_to_loop
 
 
 def test_closed_generation_is_aborted_at_the_server() -> None:
@@ -46,7 +45,7 @@ def test_closed_generation_is_aborted_at_the_server() -> None:
             await server.aborted.wait()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_cancelled_consumer_aborts_its_generation() -> None:
@@ -62,7 +61,7 @@ def test_cancelled_consumer_aborts_its_generation() -> None:
                 await task
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("ids_per_event", [1, 3])
@@ -83,7 +82,7 @@ def test_events_that_arrive_together_are_one_chunk(ids_per_event: int) -> None:
             assert logprobs_of(rest) == float32(logprobs[6:])
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_token_that_arrives_alone_is_yielded_alone() -> None:
@@ -98,7 +97,7 @@ def test_token_that_arrives_alone_is_yielded_alone() -> None:
             assert ids_of(await collect(stream)) == continuation(PROMPT, 3)[0][1:]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("supports_interval", [False, True])
@@ -116,7 +115,7 @@ def test_call_that_is_not_streamed_asks_for_larger_events(supports_interval: boo
             assert (body["stream"], body["stream_interval"]) == (True, STREAM_INTERVAL)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("held", range(5))
@@ -141,7 +140,7 @@ def test_tokens_that_arrived_before_a_pause_are_kept(held: int) -> None:
             assert [body["max_tokens"] for body in server.bodies] == [8, 8 - held]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 CONTROLS = ("/pause?mode=abort&clear_cache=true", "/update_weight_version", "/resume")
@@ -176,7 +175,7 @@ def test_failed_resume_leaves_generations_paused_and_can_be_repeated(broken: str
             assert controls[-2:] == list(CONTROLS[1:]), "each control request is sent again"
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_failed_resume_without_a_pause_pauses_running_generations() -> None:
@@ -199,7 +198,7 @@ def test_failed_resume_without_a_pause_pauses_running_generations() -> None:
             assert versions_of(chunks) == [4] * 3 + [5] * 2
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_close_ends_generations_that_a_failed_resume_left_paused() -> None:
@@ -218,7 +217,7 @@ def test_close_ends_generations_that_a_failed_resume_left_paused() -> None:
                 with pytest.raises(EngineError, match="closed"):
                     await waiting
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @settings(max_examples=60, deadline=None)
@@ -259,7 +258,7 @@ def test_every_token_is_sampled_after_the_tokens_before_it_whenever_weights_chan
                 assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_error_after_the_finish_reason_is_ignored() -> None:
@@ -271,7 +270,7 @@ def test_error_after_the_finish_reason_is_ignored() -> None:
             assert (ids_of(chunks), chunks[-1].finish_reason) == (continuation(PROMPT, 5)[0], "length")
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_consecutive_calls_share_a_connection() -> None:
@@ -283,7 +282,7 @@ def test_consecutive_calls_share_a_connection() -> None:
             assert server.connections == 1
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_connection_is_reused_when_its_response_ends_after_the_finish_reason() -> None:
@@ -302,7 +301,7 @@ def test_connection_is_reused_when_its_response_ends_after_the_finish_reason() -
             assert not server.aborted.is_set()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -328,7 +327,7 @@ def test_invalid_request_is_an_input_error_with_the_servers_message(
                 await collect(engine.generate(PROMPT, params()))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("status", [404, 429, 500, 503])
@@ -342,7 +341,7 @@ def test_other_statuses_are_engine_errors(status: int) -> None:
             assert not isinstance(raised.value, EngineInputError)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("how", ["dies", "ends", "error", "refuses"])
@@ -365,7 +364,7 @@ def test_broken_stream_yields_what_arrived_and_then_an_error(how: str) -> None:
             assert ("engine core died" in str(raised.value)) == (how in ("error", "refuses"))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_unreachable_server_is_an_engine_error() -> None:
@@ -379,7 +378,7 @@ def test_unreachable_server_is_an_engine_error() -> None:
             await engine.ready()
         await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_close_ends_running_generations() -> None:
@@ -393,7 +392,7 @@ def test_close_ends_running_generations() -> None:
             with pytest.raises(EngineError, match="closed"):
                 await task
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 ENCODER_STEPS = st.lists(

@@ -19,8 +19,9 @@ from branchline.engines.base import Chunk
 from branchline.engines.http import HttpEngine
 from branchline.engines.sglang import SglangEngine
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake_model import PROMPT, collect, continuation, ids_of, params, run
+from tests.engines.fake_model import PROMPT, collect, continuation, ids_of, params
 from tests.engines.fake_servers import FOREIGN_ID, PLACEHOLDER, FakeServer, FakeSglang, FakeVllm, Lie
+from tests.engines.manual_clock import run_with_frozen_clock
 from tests.engines.replica_servers import replica_servers, request_counts
 
 VOCAB_SIZE = 50_100
@@ -83,7 +84,7 @@ def test_output_that_cannot_be_right_is_an_error_that_names_it(
                 assert len(ids_of(chunks)) <= 2
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(("server_type", "engine_type", "images"), SERVERS)
@@ -101,7 +102,7 @@ def test_output_within_the_vocabulary_and_rounding_errors_of_logprobs_are_accept
                 await collect(engine.generate(prompt, params(5, vocab_size=max(ids)), images=images))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @given(
@@ -168,7 +169,7 @@ def test_call_of_a_lying_replica_is_served_by_another(lie: Lie) -> None:
             assert ids_of(chunks) == continuation(PROMPT, 5)[0]
             assert request_counts(servers) == [1, 1]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_call_fails_if_its_replica_lies_after_tokens_were_yielded_and_the_next_goes_elsewhere() -> None:
@@ -182,4 +183,4 @@ def test_call_fails_if_its_replica_lies_after_tokens_were_yielded_and_the_next_g
             assert ids_of(chunks) == continuation(PROMPT, 5)[0]
             assert request_counts(servers) == [1, 1]
 
-    run(main())
+    run_with_frozen_clock(main())

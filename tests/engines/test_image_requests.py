@@ -19,8 +19,9 @@ from branchline.engines.http import HttpEngine, collapse_placeholders
 from branchline.engines.replicas import Replicas
 from branchline.engines.sglang import SglangEngine
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake_model import collect, continuation, float32, ids_of, logprobs_of, params, run
+from tests.engines.fake_model import collect, continuation, float32, ids_of, logprobs_of, params
 from tests.engines.fake_servers import PLACEHOLDER, FakeSglang, FakeVllm, expand_placeholders
+from tests.engines.manual_clock import run_with_frozen_clock
 
 COUNTS = (3, 1)
 PROMPT = as_ids([5, *[PLACEHOLDER] * 3, 6, PLACEHOLDER, 7])
@@ -60,7 +61,7 @@ def test_request_bodies_have_images_beside_the_ids() -> None:
             assert body["image_data"] == URLS
             assert body["return_prompt_token_ids"] is True
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @servers
@@ -77,7 +78,7 @@ def test_ids_and_logprobs_are_those_of_the_whole_prompt(
             assert logprobs_of(chunks) == float32(logprobs)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @servers
@@ -99,7 +100,7 @@ def test_a_paused_generation_continues_with_its_images(
             assert len(server.bodies) == 2
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @servers
@@ -115,7 +116,7 @@ def test_another_prompt_at_the_server_is_an_error(
                 await collect(engine.generate(PROMPT, params(8), images=IMAGES))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_a_vllm_server_without_the_endpoint_is_a_clear_input_error() -> None:
@@ -129,7 +130,7 @@ def test_a_vllm_server_without_the_endpoint_is_a_clear_input_error() -> None:
                 await collect(engine.generate(PROMPT, params(8, grammar=grammar), images=IMAGES))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @given(st.lists(st.one_of(st.integers(1, 5), st.just(0)), max_size=8))

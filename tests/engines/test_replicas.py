@@ -16,10 +16,10 @@ from tests.engines.fake_model import (
     continuation,
     ids_of,
     params,
-    run,
     take_tokens,
 )
 from tests.engines.fake_servers import FakeVllm
+from tests.engines.manual_clock import run_with_frozen_clock
 from tests.engines.replica_servers import (
     ManualClock,
     replica_servers,
@@ -41,7 +41,7 @@ def test_call_fails_with_the_last_error_when_all_replicas_fail() -> None:
                 server.refusal = None
             assert ids_of(await collect(replicas.generate(PROMPT, params()))), "used for lack of others"
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_invalid_request_is_not_a_replica_failure() -> None:
@@ -53,7 +53,7 @@ def test_invalid_request_is_not_a_replica_failure() -> None:
             assert replicas.unavailable == ()
             assert request_counts(servers) == [1, 0]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_session_stays_on_its_replica() -> None:
@@ -66,7 +66,7 @@ def test_session_stays_on_its_replica() -> None:
             await collect(replicas.generate(PROMPT, params(1), session="d"))
             assert request_counts(servers) == [2, 3, 2], "the ended session no longer counts"
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_new_session_goes_to_the_replica_with_the_fewest_calls() -> None:
@@ -85,7 +85,7 @@ def test_new_session_goes_to_the_replica_with_the_fewest_calls() -> None:
             await collect(replicas.generate(PROMPT, params(1), session="d"))
             assert request_counts(servers) == [2, 3]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_failed_replica_gets_no_calls_until_a_check_succeeds_and_its_sessions_return() -> None:
@@ -107,7 +107,7 @@ def test_failed_replica_gets_no_calls_until_a_check_succeeds_and_its_sessions_re
             await collect(replicas.generate(PROMPT, params(1), session="a"))
             assert request_counts(servers) == [2, 4], "a session returns to its home"
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_calls_and_sessions_of_a_removed_replica_move() -> None:
@@ -129,7 +129,7 @@ def test_calls_and_sessions_of_a_removed_replica_move() -> None:
             with pytest.raises(EngineError, match="no usable replica"):
                 await collect(replicas.generate(PROMPT, params(1), session="a"))
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_tokens_that_arrived_before_a_replica_was_removed_are_kept() -> None:
@@ -145,7 +145,7 @@ def test_tokens_that_arrived_before_a_replica_was_removed_are_kept() -> None:
             assert ids_of(chunks) == continuation(PROMPT, 8)[0]
             assert servers[1].bodies[0]["max_tokens"] == 5
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_calls_move_from_a_removed_engine_that_does_not_end_them_on_close() -> None:
@@ -160,7 +160,7 @@ def test_calls_move_from_a_removed_engine_that_does_not_end_them_on_close() -> N
         assert len(ids_of(await task)) > 0
         assert held.aborted_count == 1
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_closing_a_generation_closes_that_of_the_replica_before_it_returns() -> None:
@@ -171,7 +171,7 @@ def test_closing_a_generation_closes_that_of_the_replica_before_it_returns() -> 
         await stream.aclose()
         assert engine.aborted_count == 1
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_replica_can_be_added_while_others_run() -> None:
@@ -186,7 +186,7 @@ def test_replica_can_be_added_while_others_run() -> None:
             with pytest.raises(InputError, match="got processed logprobs, expected raw"):
                 await replicas.add(VllmEngine(further.url, name="x", logprob_kind="processed"))
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_closing_a_generation_aborts_it_at_the_server() -> None:
@@ -199,7 +199,7 @@ def test_closing_a_generation_aborts_it_at_the_server() -> None:
             await servers[0].aborted.wait()
             assert replicas.in_flight == {"0": 0}
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_properties_combine_those_of_the_replicas() -> None:
@@ -214,4 +214,4 @@ def test_properties_combine_those_of_the_replicas() -> None:
         assert Replicas().max_context is None
         assert EOS not in continuation(PROMPT, 100)[0], "the fake model never samples EOS by chance"
 
-    run(main())
+    run_with_frozen_clock(main())

@@ -20,11 +20,10 @@ from tests.engines.fake_model import (
     ids_of,
     logprobs_of,
     params,
-    run,
     take_tokens,
 )
 from tests.engines.fake_servers import FakeVllm
-from tests.engines.manual_clock import yield_to_loop
+from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_loop
 from tests.engines.replica_servers import ManualClock, replica_servers, request_counts, wait_for_checks
 
 POISON = 99_999
@@ -58,7 +57,7 @@ def test_request_that_every_replica_answers_with_500_leaves_the_balance_as_it_wa
             await call_sessions(replicas, first + second)
             assert request_counts(servers) == [40, 40, 40, 40]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -74,7 +73,7 @@ def test_busy_replicas_keep_their_status_and_retry_after(status: int) -> None:
             assert replicas.unavailable == ()
             assert not any(len(body["prompt"]) == 1 for server in servers for body in server.bodies)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_sessions_leave_an_unreachable_replica_and_return_when_a_check_succeeds() -> None:
@@ -107,7 +106,7 @@ def test_sessions_leave_an_unreachable_replica_and_return_when_a_check_succeeds(
             await call_sessions(replicas, names)
             assert request_counts(servers) == homes
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_no_call_is_sent_to_a_failing_replica_while_others_are_in_use() -> None:
@@ -126,42 +125,53 @@ def test_no_call_is_sent_to_a_failing_replica_while_others_are_in_use() -> None:
             checks = [body for body in servers[0].bodies if len(body["prompt"]) == 1]
             assert [body["max_tokens"] for body in checks] == [CHECK_TOKENS] * 4
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_call_of_a_hung_replica_continues_on_another() -> None:
     async def main() -> None:
-        async with replica_servers(2, first_token_timeout_s=0.05, token_timeout_s=5) as (replicas, servers):
+        async with replica_servers(2, first_token_timeout_s=20, token_timeout_s=500) as (replicas, servers):
             servers[0].hold_after = 0
-            chunks = await collect(replicas.generate(PROMPT, params(4), session="a"))
+            waiting = asyncio.create_task(collect(replicas.generate(PROMPT, params(4), session="a")))
+            await servers[0].is_held.wait()
+            await advance(19)
+            assert request_counts(servers) == [1, 0]
+            await advance(1)
             ids, _ = continuation(PROMPT, 4)
-            assert ids_of(chunks) == ids
+            assert ids_of(await waiting) == ids
             assert replicas.unavailable == ("0",)
             await call_sessions(replicas, ["a", "b"])
             assert request_counts(servers) == [1, 3]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("held", [1, 3])
 def test_call_of_a_replica_that_hangs_between_tokens_continues_after_them(held: int) -> None:
     async def main() -> None:
-        async with replica_servers(2, first_token_timeout_s=5, token_timeout_s=0.05) as (replicas, servers):
+        async with replica_servers(2, first_token_timeout_s=500, token_timeout_s=20) as (replicas, servers):
             servers[0].hold_after = held
-            chunks = await collect(replicas.generate(PROMPT, params(6), session="a"))
+            stream = replicas.generate(PROMPT, params(6), session="a")
+            chunks = await take_tokens(stream, held)
+            waiting = asyncio.create_task(collect(stream))
+            await yield_to_loop()
+            await advance(19)
+            assert request_counts(servers) == [1, 0]
+            await advance(1)
+            chunks += await waiting
             ids, logprobs = continuation(PROMPT, 6)
             assert ids_of(chunks) == ids
             assert logprobs_of(chunks) == pytest.approx(logprobs)
             assert servers[1].bodies[0]["prompt"] == [*PROMPT, *ids[:held]]
             assert replicas.unavailable == ("0",)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_timeout_of_a_replica_that_answers_others_moves_only_that_call() -> None:
     async def main() -> None:
         clock = ManualClock()
-        async with replica_servers(2, clock, first_token_timeout_s=0.05) as (replicas, servers):
+        async with replica_servers(2, clock, first_token_timeout_s=20) as (replicas, servers):
             servers[0].hold_after = 0
             waiting = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="a")))
             await servers[0].is_held.wait()
@@ -169,37 +179,39 @@ def test_timeout_of_a_replica_that_answers_others_moves_only_that_call() -> None
             clock.now += 1
             await call_sessions(replicas, ["b"])
             replicas._replicas["0"].last_chunk_at = clock.now  # "b" may be on the other replica.
+            await advance(20)
             assert ids_of(await waiting) == continuation(PROMPT, 2)[0]
             assert replicas.unavailable == ()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_silent_replica_loses_all_its_calls_at_the_first_timeout() -> None:
     async def main() -> None:
         clock = ManualClock()
-        async with replica_servers(2, clock, first_token_timeout_s=0.1) as (replicas, servers):
+        async with replica_servers(2, clock, first_token_timeout_s=20) as (replicas, servers):
             servers[0].hold_after = servers[1].hold_after = 0
             first = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="a")))
             await servers[0].is_held.wait()
-            await asyncio.sleep(0.05)
+            await advance(10)
             replicas._replicas["1"].excluded = True
             later = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="b")))
             while len(servers[0].bodies) < 2:
                 await asyncio.sleep(0)
             servers[1].hold_after, replicas._replicas["1"].excluded = None, False
+            await advance(10)
             assert ids_of(await first) == ids_of(await later) == continuation(PROMPT, 2)[0]
             assert replicas.in_flight == {"0": 0, "1": 0}
             assert request_counts(servers) == [2, 2]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_first_timeout_of_a_silent_replica_moves_calls_whose_own_timeout_is_longer() -> None:
     async def main() -> None:
         clock = ManualClock()
-        timeouts = {"first_token_timeout_s": 0.05, "token_timeout_s": 600.0}
-        async with replica_servers(2, clock, **timeouts) as (replicas, servers), asyncio.timeout(10):
+        timeouts = {"first_token_timeout_s": 20.0, "token_timeout_s": 600.0}
+        async with replica_servers(2, clock, **timeouts) as (replicas, servers):
             await call_sessions(replicas, ["a", "other", "b"])
             servers[0].hold_after = 1
             clock.now += 1
@@ -208,12 +220,15 @@ def test_first_timeout_of_a_silent_replica_moves_calls_whose_own_timeout_is_long
                 await asyncio.sleep(0)
             clock.now += 1
             servers[0].hold_after = 0
-            chunks = await collect(replicas.generate(PROMPT, params(2), session="b"))
-            assert ids_of(chunks) == continuation(PROMPT, 2)[0]
+            servers[0].is_held.clear()
+            first = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="b")))
+            await servers[0].is_held.wait()
+            await advance(20)
+            assert ids_of(await first) == continuation(PROMPT, 2)[0]
             assert ids_of(await waiting) == continuation(PROMPT, 3)[0]
             assert replicas.unavailable == ("0",)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("silent_s", [0.0, 30.0])
@@ -237,7 +252,7 @@ def test_client_that_leaves_a_silent_replica_counts_against_it(silent_s: float) 
                 await call_sessions(replicas, ["a"])
                 assert request_counts(servers) == [2, 1]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_client_that_leaves_a_replica_which_answers_others_moves_its_next_attempt_only() -> None:
@@ -258,7 +273,7 @@ def test_client_that_leaves_a_replica_which_answers_others_moves_its_next_attemp
             await call_sessions(replicas, ["a"])
             assert request_counts(servers) == [2, 1], "it is at home again"
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_all_attempts_of_the_next_call_avoid_the_replica_that_was_left() -> None:
@@ -277,7 +292,7 @@ def test_all_attempts_of_the_next_call_avoid_the_replica_that_was_left() -> None
             assert ids_of(chunks) == continuation(PROMPT, 2)[0]
             assert request_counts(servers) == [1, 1, 1]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_consumer_that_stops_reading_does_not_count_against_the_replica() -> None:
@@ -294,7 +309,7 @@ def test_consumer_that_stops_reading_does_not_count_against_the_replica() -> Non
             await call_sessions(replicas, ["a"])
             assert request_counts(servers) == [2, 0]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_close_and_remove_end_running_checks() -> None:
@@ -316,7 +331,7 @@ def test_close_and_remove_end_running_checks() -> None:
             await yield_to_loop()
             assert [check and check.done() for check in checks] == [True, True, None]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_a_removed_replica_is_neither_checked_nor_excluded(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +346,7 @@ def test_a_removed_replica_is_neither_checked_nor_excluded(caplog: pytest.LogCap
             assert removed.check is None
             await yield_to_loop()
 
-    run(main())
+    run_with_frozen_clock(main())
     assert not caplog.records
 
 
@@ -354,7 +369,16 @@ def test_ready_needs_one_replica_and_excludes_those_that_do_not_answer() -> None
             await wait_for_checks(replicas)
             assert (replicas.unavailable, replicas.max_context) == ((), 32)
 
-    run(main())
+    run_with_frozen_clock(main())
+
+
+async def time_out_when_held(replicas: Replicas, name: str, server: FakeVllm) -> None:
+    """Moves the clock while the only call waits for this server."""
+    while True:
+        await server.is_held.wait()
+        while replicas.in_flight[name]:
+            await advance(20)
+        server.is_held.clear()
 
 
 @settings(max_examples=40, deadline=None)
@@ -372,14 +396,15 @@ def test_any_mix_of_faults_loses_and_repeats_no_token(
 ) -> None:
     async def main() -> None:
         count = len(faults) + 1
-        async with replica_servers(count, first_token_timeout_s=0.05, token_timeout_s=0.05) as (
-            replicas,
-            servers,
-        ):
-            for server, (fault, position) in zip(servers, faults, strict=False):
+        timeouts = {"first_token_timeout_s": 20.0, "token_timeout_s": 20.0}
+        async with replica_servers(count, **timeouts) as (replicas, servers), asyncio.TaskGroup() as others:
+            waits: list[asyncio.Task[None]] = []
+            for number, (server, (fault, position)) in enumerate(zip(servers, faults, strict=False)):
                 server.ids_per_event = ids_per_event
                 server.die_after = position if fault == "die" else None
-                server.hold_after = position if fault == "hang" else None
+                if fault == "hang":
+                    server.hold_after = position
+                    waits.append(others.create_task(time_out_when_held(replicas, str(number), server)))
                 server.lie = "logprob" if fault == "lie" else None
                 status = {"refuse": 500, "busy": 503}.get(fault)
                 server.refusal = None if status is None else (status, b"")
@@ -389,5 +414,7 @@ def test_any_mix_of_faults_loses_and_repeats_no_token(
             assert logprobs_of(chunks) == float32(logprobs)
             assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
             assert sum(replicas.in_flight.values()) == 0
+            for wait in waits:
+                wait.cancel()
 
-    run(main())
+    run_with_frozen_clock(main())

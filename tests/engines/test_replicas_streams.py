@@ -13,7 +13,8 @@ from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Chunk, Engine
 from branchline.engines.replica_pool import CancellableStream
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake_model import PROMPT, collect, continuation, float32, ids_of, logprobs_of, params, run
+from tests.engines.fake_model import PROMPT, collect, continuation, float32, ids_of, logprobs_of, params
+from tests.engines.manual_clock import run_with_frozen_clock
 from tests.engines.replica_servers import replica_servers
 
 
@@ -39,7 +40,7 @@ def test_call_of_a_dead_replica_continues_on_another(dies_after: int, flush_s: f
                 assert chunks[-1].num_preempted == int(produced > 0)
                 assert replicas.unavailable == ("0",)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @settings(max_examples=40, deadline=None)
@@ -59,7 +60,7 @@ def test_any_number_of_failures_loses_and_repeats_no_token(
             assert ids_of(chunks) == continuation(PROMPT, 12)[0]
             assert len(logprobs_of(chunks)) == 12
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_yielded_stop_id_ends_a_call_whose_replica_failed() -> None:
@@ -83,7 +84,7 @@ def test_yielded_stop_id_ends_a_call_whose_replica_failed() -> None:
             chunks = await collect(replicas.generate(PROMPT, params(2)))
             assert (ids_of(chunks), chunks[-1].finish_reason) == (ids[:2], "length")
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 class QueuedStream:
@@ -126,7 +127,7 @@ def test_cancel_ends_the_stream_and_not_its_consumer() -> None:
         assert source.closed
         await stream.aclose()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_cancel_between_two_reads_ends_the_stream_at_the_next() -> None:
@@ -141,7 +142,7 @@ def test_cancel_between_two_reads_ends_the_stream_at_the_next() -> None:
         await stream.aclose()
         assert source.closed
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("first", ["stream", "consumer"])
@@ -161,7 +162,7 @@ def test_consumer_that_is_cancelled_together_with_its_stream_is_cancelled(first:
         assert reading.cancelling() == 1
         await stream.aclose()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("first", ["chunk", "cancel"])
@@ -179,7 +180,7 @@ def test_cancel_at_the_same_time_as_a_chunk_does_not_cancel_the_consumer(first: 
         assert await reading == []
         assert reading.cancelling() == 0
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_stream_that_ends_without_a_finish_reason_is_an_error() -> None:
@@ -196,4 +197,4 @@ def test_stream_that_ends_without_a_finish_reason_is_an_error() -> None:
             source.queue.put_nowait(chunk)
         assert await collect(CancellableStream(source.stream())) == [ONE, LAST]
 
-    run(main())
+    run_with_frozen_clock(main())

@@ -18,12 +18,11 @@ from tests.engines.fake_model import (
     continuation,
     ids_of,
     params,
-    run,
     take_tokens,
     versions_of,
 )
 from tests.engines.fake_servers import FakeVllm
-from tests.engines.manual_clock import yield_to_loop
+from tests.engines.manual_clock import run_with_frozen_clock, yield_to_loop
 from tests.engines.replica_servers import replica_servers, request_counts, wait_for_requests
 
 PAUSE = "/pause?mode=abort&clear_cache=true"
@@ -53,7 +52,7 @@ def test_pause_and_resume_reach_all_replicas() -> None:
             assert request_counts([further]) == [1]
             assert replicas.version == 7
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_replica_that_missed_a_weight_update_is_not_used_until_the_next() -> None:
@@ -75,7 +74,7 @@ def test_replica_that_missed_a_weight_update_is_not_used_until_the_next() -> Non
             with pytest.raises(EngineError, match="resume failed on all replicas"):
                 await replicas.resume(3)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -99,7 +98,7 @@ def test_calls_of_a_replica_that_missed_a_weight_update_move(missed: str, is_rea
             assert [engine.version for engine in replicas.engines] == [0, 7]
             assert replicas.version == 7
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_replica_that_missed_only_the_resume_returns_with_the_next_one() -> None:
@@ -114,7 +113,7 @@ def test_replica_that_missed_only_the_resume_returns_with_the_next_one() -> None
             assert replicas.stale == ()
             assert [engine.version for engine in replicas.engines] == [1, 1]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_replica_that_missed_the_pause_does_not_return_with_a_resume_alone() -> None:
@@ -133,7 +132,7 @@ def test_replica_that_missed_the_pause_does_not_return_with_a_resume_alone() -> 
             await replicas.resume(2)
             assert replicas.stale == ()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_resume_that_fails_on_all_replicas_can_be_repeated() -> None:
@@ -162,7 +161,7 @@ def test_resume_that_fails_on_all_replicas_can_be_repeated() -> None:
                 assert_sampled_by(output)
             assert versions_of(await late) == [3, 3]
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_pause_that_fails_on_all_replicas_can_be_repeated() -> None:
@@ -181,7 +180,7 @@ def test_pause_that_fails_on_all_replicas_can_be_repeated() -> None:
             assert versions_of(chunks) == [0, 0, 1, 1, 1]
             assert_sampled_by(chunks)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_stale_replica_does_not_hide_that_all_in_use_failed() -> None:
@@ -202,7 +201,7 @@ def test_stale_replica_does_not_hide_that_all_in_use_failed() -> None:
             chunks = await collect(replicas.generate(PROMPT, params(1)))
             assert (versions_of(chunks), request_counts([*servers, further])) == ([5], [0, 1])
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_replica_of_another_version_is_not_used_before_the_next_update() -> None:
@@ -231,7 +230,7 @@ def test_replica_of_another_version_is_not_used_before_the_next_update() -> None
                 assert_sampled_by(await collect(replicas.generate(PROMPT, params(1), session=session)))
             assert min(request_counts([old, new])) > 0
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @settings(max_examples=60, deadline=None)
@@ -284,7 +283,7 @@ def test_every_token_has_the_version_that_sampled_it_whichever_replica_misses_an
                 assert len(ids_of(chunks)) == count
                 assert_sampled_by(chunks, prompt)
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
@@ -298,4 +297,4 @@ def test_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
             assert list(replicas.in_flight) == ["0"]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())

@@ -19,11 +19,11 @@ from tests.engines.fake_model import (
     ids_of,
     logprobs_of,
     params,
-    run,
     take_tokens,
     versions_of,
 )
 from tests.engines.fake_servers import FakeSglang
+from tests.engines.manual_clock import run_with_frozen_clock
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -46,7 +46,7 @@ def test_ids_and_logprobs_are_exact_for_any_split_of_the_bytes(
             assert server.request_paths() == ["/generate"], "a finished request is not aborted"
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_sends_every_parameter() -> None:
@@ -86,7 +86,7 @@ def test_request_sends_every_parameter() -> None:
             }
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -103,7 +103,7 @@ def test_call_that_is_not_streamed_asks_for_larger_events(incremental: bool, sup
             assert server.bodies[0]["sampling_params"]["stream_interval"] == STREAM_INTERVAL
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -126,7 +126,7 @@ def test_tokens_before_an_error_are_yielded_before_it(incremental: bool) -> None
                 await anext(stream)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -151,7 +151,7 @@ def test_response_format_becomes_sampling_parameters(grammar: Any, sent: Any) ->
                 await collect(engine.generate(PROMPT, params(grammar={"type": "haiku"})))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_stop_id_is_the_last_id() -> None:
@@ -164,7 +164,7 @@ def test_stop_id_is_the_last_id() -> None:
             assert chunks[-1].finish_reason == "stop"
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_the_tokenizer_is_the_one_that_the_server_was_started_with() -> None:
@@ -183,7 +183,7 @@ def test_the_tokenizer_is_the_one_that_the_server_was_started_with() -> None:
                 await engine.tokenizer_name()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_ready_samples_nothing_and_sets_the_context_length() -> None:
@@ -198,7 +198,7 @@ def test_ready_samples_nothing_and_sets_the_context_length() -> None:
             assert set(server.request_paths()) == {"/v1/models", "/server_info", "/get_server_info"}
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_closed_generation_is_aborted_by_its_request_id() -> None:
@@ -214,7 +214,7 @@ def test_closed_generation_is_aborted_by_its_request_id() -> None:
             assert server.requests[-1] == ("/abort_request", {"rid": server.bodies[0]["rid"]})
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("code", [400, 500])
@@ -242,7 +242,7 @@ def test_error_has_the_servers_message(how: str, code: int) -> None:
             assert isinstance(raised.value, EngineInputError) == (code == 400)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_broken_stream_yields_what_arrived_and_then_an_error() -> None:
@@ -257,7 +257,7 @@ def test_broken_stream_yields_what_arrived_and_then_an_error() -> None:
             assert ids_of(chunks) == continuation(PROMPT, 2)[0]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_events_that_the_last_one_repeats_are_not_parsed() -> None:
@@ -278,7 +278,7 @@ def test_ids_that_do_not_match_their_logprobs_are_an_error() -> None:
                 await collect(engine.generate(PROMPT, params()))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_paused_generation_continues_after_its_own_ids_under_the_new_version() -> None:
@@ -302,7 +302,7 @@ def test_paused_generation_continues_after_its_own_ids_under_the_new_version() -
             assert dict(server.requests)["/update_weight_version"]["new_version"] == "5"
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 EAGLE = {
@@ -338,7 +338,7 @@ def test_tokens_that_speculative_decoding_reserves_are_not_asked_for(
                 assert engine.max_context == 64 - reserved
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -359,7 +359,7 @@ def test_tokens_have_the_version_of_the_weights_that_the_server_reports(
             assert server.bodies[-1]["extra_key"] == "v7", "no KV cache of older weights is reused"
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_weights_of_unknown_or_older_version_are_an_error(labels: dict[int, str]
                 await collect(engine.generate(PROMPT, params(8)))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_prompt_that_the_server_cut_is_an_error() -> None:
@@ -391,7 +391,7 @@ def test_prompt_that_the_server_cut_is_an_error() -> None:
                 await collect(engine.generate(PROMPT, params()))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_prompt_that_the_server_extended_is_an_error() -> None:
@@ -417,7 +417,7 @@ def test_error_event_without_a_code_is_an_error_of_the_request(message: str, kin
                 await collect(engine.generate(PROMPT, params()))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_aborted_generation_of_a_server_without_room_is_busy() -> None:
@@ -431,7 +431,7 @@ def test_aborted_generation_of_a_server_without_room_is_busy() -> None:
             assert raised.value.is_overloaded
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_requests_without_a_seed_have_different_seeds() -> None:
@@ -448,7 +448,7 @@ def test_requests_without_a_seed_have_different_seeds() -> None:
             assert all(0 <= seed < 2**63 for seed in seeds)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_constraints_have_sglangs_names() -> None:
@@ -474,7 +474,7 @@ def test_constraints_have_sglangs_names() -> None:
             assert not {"ignore_eos", "min_new_tokens", "logit_bias", "custom_params"} & plain.keys()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -493,4 +493,4 @@ def test_grammar_becomes_a_sampling_parameter(grammar: Any, sent: dict[str, str]
             assert sent.items() <= server.bodies[0]["sampling_params"].items()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())

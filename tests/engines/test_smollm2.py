@@ -24,6 +24,7 @@ from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
 from branchline.engines.smollm2 import MODEL_NAME, REQUIREMENT, convert_gguf, smollm2_folder
 from tests.engines.tiny_gguf import CONTEXT, HEAD, KEY_HEADS, TOKENS, draw_weights, write_gguf
+from tests.hang import HANG_S
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -87,7 +88,7 @@ def test_concurrent_conversions_share_one_folder(
 
     def write_together(file: Path, folder: Path) -> None:
         write(file, folder)
-        barrier.wait(20)
+        barrier.wait(HANG_S)
 
     monkeypatch.setattr(smollm2, "convert_gguf", write_together)
     folders: list[Path] = []

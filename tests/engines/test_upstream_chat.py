@@ -10,8 +10,8 @@ from branchline.core.errors import ContextLengthError, EngineBusyError, EngineEr
 from branchline.engines.client import ServerConfig
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.engines.upstream_events import ChatDelta, TokenUsage, ToolCallDelta
-from tests.engines.fake_model import run
 from tests.engines.fake_servers import FakeChat
+from tests.engines.manual_clock import run_with_frozen_clock
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -63,7 +63,7 @@ def test_text_tool_calls_and_usage_are_streamed(write_size: int) -> None:
             ]
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_is_passed_on_with_the_configured_model() -> None:
@@ -87,7 +87,7 @@ def test_request_is_passed_on_with_the_configured_model() -> None:
             assert "secret" not in repr(vars(upstream))
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("status", [400, 401, 500])
@@ -101,7 +101,7 @@ def test_error_has_the_upstreams_message(status: int) -> None:
             assert isinstance(raised.value, EngineInputError) == (status == 400)
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_stream_without_a_finish_reason_is_an_error() -> None:
@@ -115,7 +115,7 @@ def test_stream_without_a_finish_reason_is_an_error() -> None:
                 await anext(stream)
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_closed_stream_is_aborted_at_the_upstream() -> None:
@@ -129,7 +129,7 @@ def test_closed_stream_is_aborted_at_the_upstream() -> None:
             await server.aborted.wait()
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_close_ends_a_running_stream_with_an_error() -> None:
@@ -145,7 +145,7 @@ def test_close_ends_a_running_stream_with_an_error() -> None:
             with pytest.raises(EngineError, match="closed by the client"):
                 await waiting
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_n_above_one_is_refused() -> None:
@@ -155,7 +155,7 @@ def test_n_above_one_is_refused() -> None:
             await anext(upstream.chat(HELLO, options={"n": 2}))
         await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 # -- indexes of tool calls ---------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def _joined_calls(*events: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
                     call[2] += part.arguments
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
     return [(call[0], call[1], call[2]) for _, call in sorted(calls.items())]
 
 
@@ -235,7 +235,7 @@ def test_refusal_is_not_content() -> None:
             assert deltas[:2] == [ChatDelta(refusal="I "), ChatDelta(refusal="can't.")]
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -277,4 +277,4 @@ def test_status_and_message_decide_the_error_type(
             assert type(broken.value) is (EngineError if problem.get("code") == "invalid" else expected)
             await upstream.close()
 
-    run(main())
+    run_with_frozen_clock(main())

@@ -22,11 +22,11 @@ from tests.engines.fake_model import (
     logprobs_of,
     params,
     round_trip,
-    run,
     take_tokens,
     versions_of,
 )
 from tests.engines.fake_servers import FakeVllm
+from tests.engines.manual_clock import run_with_frozen_clock
 
 
 @pytest.mark.parametrize("write_size", [0, 1, 7, 100, 4096])
@@ -44,7 +44,7 @@ def test_ids_and_logprobs_are_exact_for_any_split_of_the_bytes(write_size: int, 
             assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_request_sends_every_parameter() -> None:
@@ -91,7 +91,7 @@ def test_request_sends_every_parameter() -> None:
             ]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_the_tokenizer_is_that_of_the_model_that_the_server_was_started_with() -> None:
@@ -108,7 +108,7 @@ def test_the_tokenizer_is_that_of_the_model_that_the_server_was_started_with() -
                     await engine.tokenizer_name()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_ready_samples_nothing_and_sets_model_and_context() -> None:
@@ -127,7 +127,7 @@ def test_ready_samples_nothing_and_sets_model_and_context() -> None:
             assert server.bodies[0]["max_tokens"] == SamplingParams().max_tokens
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("stop_id", [EOS, 777])
@@ -143,7 +143,7 @@ def test_stop_id_is_the_last_id(stop_id: int) -> None:
             assert chunks[-1].finish_reason == "stop"
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("flush_s", [0, 60])
@@ -159,7 +159,7 @@ def test_events_without_tokens_are_ignored(flush_s: float) -> None:
             assert chunks[-1].finish_reason == "stop"
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_invalid_event_is_an_error_after_the_tokens_before_it(
                 await anext(stream)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_server_that_saw_another_prompt_is_an_error() -> None:
@@ -198,7 +198,7 @@ def test_server_that_saw_another_prompt_is_an_error() -> None:
                 await collect(engine.generate(PROMPT, params()))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def completion_event(prompt: str, text: str = "…", **more: Any) -> bytes:
@@ -278,7 +278,7 @@ def test_paused_generation_continues_after_its_own_ids_under_the_new_version(ser
             assert controls == list(server.json_by_path)[:1] + list(server.json_by_path)[:0:-1]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_generation_that_is_not_read_during_a_pause_continues_after_it() -> None:
@@ -296,7 +296,7 @@ def test_generation_that_is_not_read_during_a_pause_continues_after_it() -> None
             assert versions_of(chunks) == [0, 0, 0, 1, 1]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_generation_with_a_grammar_is_not_continued() -> None:
@@ -312,7 +312,7 @@ def test_generation_with_a_grammar_is_not_continued() -> None:
                 await anext(stream)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_max_tokens_of_zero_sends_no_request() -> None:
@@ -324,7 +324,7 @@ def test_max_tokens_of_zero_sends_no_request() -> None:
             assert not server.requests
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_long_prompt_is_sent_completely() -> None:
@@ -335,7 +335,7 @@ def test_long_prompt_is_sent_completely() -> None:
             assert ids_of(await collect(engine.generate(prompt, params(2)))) == continuation(prompt, 2)[0]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_resume_waits_for_the_pause_before_it() -> None:
@@ -349,7 +349,7 @@ def test_resume_waits_for_the_pause_before_it() -> None:
             assert ids_of(await collect(engine.generate(PROMPT, params(2)))) == continuation(PROMPT, 2)[0]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_constraints_have_vllms_names() -> None:
@@ -379,7 +379,7 @@ def test_constraints_have_vllms_names() -> None:
             assert not sent.keys() & server.bodies[1].keys()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_grammar_that_is_no_response_format_is_a_structured_output(kind: str, va
             assert "response_format" not in server.bodies[0]
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_continuation_asks_for_the_rest_of_the_minimum() -> None:

@@ -13,7 +13,8 @@ from branchline.core.errors import ContextLengthError, EngineError, EngineInputE
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import BUFFERED_FLUSH_S, Chunk, SamplingParams
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake_model import collect, float32, ids_of, logprobs_of, run, take_tokens, versions_of
+from tests.engines.fake_model import collect, float32, ids_of, logprobs_of, take_tokens, versions_of
+from tests.engines.manual_clock import run_with_frozen_clock
 from tests.engines.recorded_server import RecordedServer
 
 FOLDER = Path(__file__).parent / "recorded" / "vllm-0.32.0"
@@ -60,7 +61,7 @@ def replay(name: str, write_size: int = 0, **more: Any) -> list[Chunk]:
             chunks.extend(await collect(engine.generate(PROMPT, recorded_params(name, **more))))
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
     return chunks
 
 
@@ -128,7 +129,7 @@ def test_refusal_has_the_servers_message(
             assert type(raised.value) is kind
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_generation_aborted_at_the_server_fails_after_its_tokens() -> None:
@@ -141,7 +142,7 @@ def test_generation_aborted_at_the_server_fails_after_its_tokens() -> None:
                 await anext(stream)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_ready_reads_the_servers_model_and_context_length() -> None:
@@ -152,7 +153,7 @@ def test_ready_reads_the_servers_model_and_context_length() -> None:
             assert (engine.model, engine.max_context) == (MODEL, 512)
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_pause_and_resume_use_the_development_endpoints() -> None:
@@ -164,7 +165,7 @@ def test_pause_and_resume_use_the_development_endpoints() -> None:
             assert engine.version == 5
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_pause_and_resume_work_without_the_development_endpoints() -> None:
@@ -175,7 +176,7 @@ def test_pause_and_resume_work_without_the_development_endpoints() -> None:
             await engine.resume()
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())
 
 
 def test_recordings_are_of_the_version_in_their_folder_name() -> None:
@@ -185,4 +186,4 @@ def test_recordings_are_of_the_version_in_their_folder_name() -> None:
             assert await engine.client.get_json("/version") == {"version": "0.32.0"}
             await engine.close()
 
-    run(main())
+    run_with_frozen_clock(main())

@@ -14,6 +14,7 @@ import pytest
 
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Engine, SamplingParams
+from tests.hang import HANG_S, fail_if_hung
 
 SKIP_REASON = "torch and transformers are not installed: make test-hf"
 torch = pytest.importorskip("torch", reason=SKIP_REASON)
@@ -107,7 +108,7 @@ async def running_engine(model: Any, config: Any = None, **options: Any) -> Asyn
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(fail_if_hung(test))
 
 
 class ForwardGate:
@@ -122,7 +123,7 @@ class ForwardGate:
         self.remaining -= 1
         if self.remaining == 0:
             self.is_reached.set()
-            assert self.is_open.wait(60)
+            assert self.is_open.wait(HANG_S)
         return self.forward(*args, **kwargs)
 
     async def run_during_step(self, action: Coroutine[Any, Any, None]) -> None:

@@ -17,14 +17,15 @@ from branchline.chat.toy import ToyCodec
 from branchline.engines.scripted import ReplyRule, ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway, GatewaySession
+from tests.hang import HANG_S, fail_if_hung
 
 AsyncTest = Callable[[], Coroutine[Any, Any, None]]
 
 
 def run(test: AsyncTest, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
-    """Runs an async test with a timeout."""
+    """Runs an async test, and fails if it hangs."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(asyncio.wait_for(test(), 30))
+        runner.run(fail_if_hung(test()))
 
 
 @dataclass
@@ -112,6 +113,6 @@ async def agent(
     engine = engine or ScriptedEngine(codec, rule or replies(*scripted))
     async with (
         Gateway(engine=gateway_engine or engine, codec=codec, config=config, journal=journal) as gateway,
-        httpx.AsyncClient(timeout=20) as http,
+        httpx.AsyncClient(timeout=HANG_S) as http,
     ):
         yield Agent(gateway, await gateway.session(**options), http, engine)

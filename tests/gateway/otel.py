@@ -21,6 +21,7 @@ from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.server import Gateway
 from branchline.gateway.tracing import Tracing
 from tests.gateway.harness import Agent
+from tests.hang import HANG_S
 
 
 class SpanCollector:
@@ -57,7 +58,7 @@ class SpanCollector:
                 observers=[self.tracing.record_call],
                 on_session_end=[self.tracing.record_session_end],
             ) as gateway,
-            httpx.AsyncClient(timeout=20) as http,
+            httpx.AsyncClient(timeout=HANG_S) as http,
         ):
             yield Agent(gateway, await gateway.session(**options), http, engine)
 

@@ -40,9 +40,10 @@ from tests.gateway.mutations import (
     model_requests,
     replaced_at,
 )
+from tests.hang import HANG_S
 
 ADMIN = "ak-admin"
-ANSWER_S = 20.0
+ANSWER_S = HANG_S
 BREAK = "break now"
 """A prompt with this text makes the engine fail."""
 REPLY = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", '{"at": 1}'),))

@@ -15,6 +15,7 @@ from branchline.gateway.image_urls import ImageFetcher, is_public_address
 from tests.chat.generic.test_images import open_codec
 from tests.chat.test_vision import make_image
 from tests.gateway.harness import agent, run
+from tests.hang import HANG_S
 
 PNG = make_image(60, 60).payload
 
@@ -39,7 +40,7 @@ class ImageServer(ThreadingHTTPServer):
                 self.send_header("content-type", "image/png; charset=x")
                 self.end_headers()
                 if self.path == "/slow":
-                    server.release.wait(20)
+                    server.release.wait(HANG_S)
                 self.wfile.write(server.image)
 
             def log_message(self, *_: Any) -> None:

@@ -21,6 +21,7 @@ from branchline.gateway.logs import JsonFormatter, TextFormatter, configure_logg
 from branchline.gateway.server import Gateway, GatewaySession
 from branchline.runtime.call_record import CallFailure
 from tests.gateway.harness import run
+from tests.hang import HANG_S
 
 SECRET = "marzipan"
 """A word in all messages; without contents no log may contain it."""
@@ -122,7 +123,7 @@ def _logged_output(format: LogFormat, contents: bool) -> tuple[str, GatewaySessi
         engine = ScriptedEngine(codec, rule)
         async with (
             Gateway(engine=engine, codec=codec, observers=[log_call]) as gateway,
-            httpx.AsyncClient(timeout=20) as http,
+            httpx.AsyncClient(timeout=HANG_S) as http,
         ):
             found.extend(await _send_all_requests(gateway, http))
 

@@ -23,6 +23,7 @@ from branchline.gateway.protocols import chat, messages, responses
 from branchline.runtime.limits import run_in_prepare_thread
 from branchline.tree.session import Session
 from tests.gateway.harness import Agent, agent, run
+from tests.hang import HANG_S
 
 PADDING = "x" * 100_000
 """Makes a body large enough for a thread."""
@@ -101,7 +102,7 @@ def test_a_refused_body_is_freed_without_a_garbage_collection() -> None:
                 for endpoint in ("chat/completions", "messages/count_tokens"):
                     assert (await _post(a, endpoint, b"[" * 2_000_000)).status_code == 400
                 # The thread that raised an error may hold it for a moment.
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(HANG_S):
                     while any(all(one is not old for old in before) for one in _living_errors()):
                         await asyncio.sleep(0.01)
             finally:
@@ -141,7 +142,7 @@ class SlowPrepare:
                 return prepare(session, request)
             self.threads.add(threading.current_thread().name)
             self.started.append(session.id)
-            self.may_continue.wait(20)
+            self.may_continue.wait(HANG_S)
             return prepare(session, request)
 
         monkeypatch.setattr(Session, "prepare", slow)
@@ -259,7 +260,7 @@ def test_a_cancelled_caller_keeps_its_thread_until_the_work_is_done() -> None:
         async with agent("x") as a:
             managed, may_continue = a.session.managed, threading.Event()
             callers = [
-                asyncio.create_task(run_in_prepare_thread(managed, lambda: may_continue.wait(20), 0))
+                asyncio.create_task(run_in_prepare_thread(managed, lambda: may_continue.wait(HANG_S), 0))
                 for _ in range(2)
             ]
             await _until(managed.prepare_lock.locked)
@@ -279,7 +280,7 @@ def test_a_request_does_not_wait_for_a_much_longer_one_of_another_session() -> N
     async def test() -> None:
         async with agent("x") as a, agent("x") as b:
             may_continue = threading.Event()
-            wait = partial(run_in_prepare_thread, a.session.managed, lambda: may_continue.wait(20))
+            wait = partial(run_in_prepare_thread, a.session.managed, lambda: may_continue.wait(HANG_S))
             long = asyncio.create_task(wait(250_000))
             await _until(a.session.managed.prepare_lock.locked)
             assert await run_in_prepare_thread(b.session.managed, lambda: "short", 249_999) == "short"
@@ -317,7 +318,7 @@ def test_views_of_sessions_have_a_thread_of_their_own(monkeypatch: pytest.Monkey
 
     def slow(session: Session) -> Any:
         readers.append(threading.current_thread().name)
-        may_continue.wait(20)
+        may_continue.wait(HANG_S)
         return snapshot(session)
 
     async def test() -> None:

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from branchline.gateway import server_connection, uvicorn_server
 from branchline.gateway.uvicorn_server import UvicornServer
+from tests.engines.manual_clock import ManualClockLoop
 from tests.gateway.harness import run
 from tests.gateway.limited_server import GET, EchoApp, limited_server, read_response
 
 HEADER_LIMIT = 2000
+LATE_S = 1000.0
+"""A time limit that is reached only because the test moves the clock."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +43,13 @@ def test_endless_head_is_refused_soon_after_the_limit(
         async with limited_server(max_header_bytes=HEADER_LIMIT) as limited:
             reader, writer = await limited.connect()
             writer.write(endless)
-            await writer.drain()
             sent = len(endless)
-            while not reader.at_eof() and sent < 100 * HEADER_LIMIT:
+            while not limited.server._logged_at and sent < 100 * HEADER_LIMIT:
+                await limited.wait_for_bytes(sent)
                 writer.write(b"a" * 500)
                 sent += 500
-                await asyncio.sleep(0.001)
-                if limited.server._logged_at:
-                    break
-            assert sent <= HEADER_LIMIT + 3000
+            # Every byte was read before the next ones were sent, but for the last 500.
+            assert sent <= len(endless) + HEADER_LIMIT + 1000
             response = await read_response(reader)
             assert response.startswith(b"HTTP/1.1 431 ")
             assert b"expected at most 2000" in response
@@ -122,93 +123,126 @@ def test_bodies_do_not_count_however_the_bytes_arrive(data: st.DataObject) -> No
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nx: y\r\n", GET + b"GET /"])
 def test_head_that_does_not_arrive_is_answered_with_408(sent: bytes) -> None:
     async def test() -> None:
-        async with limited_server(header_timeout_s=0.05) as limited:
+        async with limited_server(header_timeout_s=LATE_S, connection_idle_s=9 * LATE_S) as limited:
             reader, writer = await limited.connect()
             writer.write(sent)
+            await limited.wait_until(lambda: limited.connections == 1)
+            await limited.wait_for_bytes(len(sent))
             if sent.startswith(GET):
                 assert (await read_response(reader)).startswith(b"HTTP/1.1 200 ")
+            await limited.pass_time(LATE_S / 2)
+            assert not limited.server._logged_at
+            await limited.pass_time(LATE_S)
+            assert "header_timeout_s" in limited.server._logged_at
             assert (await read_response(reader)).startswith(b"HTTP/1.1 408 ")
             assert await reader.read() == b""
             await limited.wait_until(lambda: limited.connections == 0)
 
-    run(test)
+    run(test, ManualClockLoop)
 
 
 def test_one_byte_at_a_time_does_not_extend_the_time_for_headers() -> None:
     async def test() -> None:
-        async with limited_server(header_timeout_s=0.1) as limited:
+        async with limited_server(header_timeout_s=LATE_S) as limited:
             reader, writer = await limited.connect()
-            writer.write(b"GET / HTTP/1.1\r\nx: ")
-            response = asyncio.create_task(read_response(reader))
-            while not response.done():
+            head = b"GET / HTTP/1.1\r\nx: "
+            writer.write(head)
+            for count in range(4):
+                await limited.wait_for_bytes(len(head) + count)
+                assert not limited.server._logged_at
+                await limited.pass_time(0.3 * LATE_S)
                 writer.write(b"a")
-                await asyncio.sleep(0.005)
-            assert (await response).startswith(b"HTTP/1.1 408 ")
+            assert "header_timeout_s" in limited.server._logged_at
+            assert (await read_response(reader)).startswith(b"HTTP/1.1 408 ")
 
-    run(test)
+    run(test, ManualClockLoop)
 
 
 def test_silent_body_is_answered_with_408_and_the_app_sees_a_disconnect() -> None:
     async def test() -> None:
-        async with limited_server(body_timeout_s=0.05) as limited:
+        async with limited_server(body_timeout_s=LATE_S) as limited:
             reader, writer = await limited.connect()
-            writer.write(b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc")
+            sent = b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc"
+            writer.write(sent)
+            await limited.wait_for_bytes(len(sent))
+            await limited.pass_time(LATE_S / 2)
+            assert not limited.server._logged_at
+            await limited.pass_time(LATE_S)
+            assert "body_timeout_s" in limited.server._logged_at
             assert (await read_response(reader)).startswith(b"HTTP/1.1 408 ")
             await limited.wait_until(lambda: limited.app.disconnects == 1)
 
-    run(test)
+    run(test, ManualClockLoop)
 
 
 def test_request_in_progress_is_not_closed_by_any_timeout() -> None:
     async def test() -> None:
-        times = {"header_timeout_s": 0.02, "body_timeout_s": 0.02, "write_timeout_s": 0.02}
-        async with limited_server(answers=False, connection_idle_s=0.02, **times) as limited:
+        times = {"header_timeout_s": LATE_S, "body_timeout_s": LATE_S, "write_timeout_s": LATE_S}
+        async with limited_server(answers=False, connection_idle_s=LATE_S, **times) as limited:
             reader, writer = await limited.connect()
             writer.write(b"POST / HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc")
             await limited.wait_until(lambda: bool(limited.app.scopes))
-            await asyncio.sleep(0.1)
+            await limited.wait_until(lambda: limited.app.is_complete)
+            for _ in range(3):
+                await limited.pass_time(2 * LATE_S)
             limited.app.may_answer.set()
             assert (await read_response(reader)).endswith(b"abc")
-            assert await reader.read() == b""  # closed after connection_idle_s
+            await limited.pass_time(2 * LATE_S)
+            assert limited.connections == 0  # connection_idle_s is over
+            assert await reader.read() == b""
 
-    run(test)
+    run(test, ManualClockLoop)
 
 
 def test_connection_without_a_further_request_is_closed_after_its_idle_time() -> None:
     async def test() -> None:
-        async with limited_server(connection_idle_s=0.05) as limited:
+        async with limited_server(connection_idle_s=LATE_S) as limited:
             reader, writer = await limited.connect()
             writer.write(GET)
             assert (await read_response(reader)).startswith(b"HTTP/1.1 200 ")
-            async with asyncio.timeout(4):  # less than uvicorn's own 5 s
-                assert await reader.read() == b""
+            await limited.pass_time(LATE_S / 2)
+            assert limited.connections == 1  # although uvicorn's own 5 s are over
+            await limited.pass_time(LATE_S)
+            assert limited.connections == 0
+            assert await reader.read() == b""
 
-    run(test)
+    run(test, ManualClockLoop)
 
 
 def test_body_sent_after_its_answer_may_take_a_limited_time() -> None:
     async def test() -> None:
-        async with limited_server(body_timeout_s=0.1) as limited:
+        async with limited_server(body_timeout_s=LATE_S, connection_idle_s=9 * LATE_S) as limited:
             limited.app.reads_body = False
             reader, writer = await limited.connect()
-            writer.write(b"POST / HTTP/1.1\r\ncontent-length: 900000\r\n\r\nabc")
+            sent = b"POST / HTTP/1.1\r\ncontent-length: 900000\r\n\r\nabc"
+            writer.write(sent)
             assert (await read_response(reader)).startswith(b"HTTP/1.1 200 ")
-            while limited.connections:
+            for count in range(4):
+                await limited.wait_for_bytes(len(sent) + count)
+                assert limited.connections == 1
+                await limited.pass_time(0.3 * LATE_S)
                 writer.write(b"a")
-                await asyncio.sleep(0.01)
+            assert limited.connections == 0
 
-    run(test)
+    run(test, ManualClockLoop)
 
 
 def test_client_that_does_not_read_its_answer_is_disconnected() -> None:
     async def test() -> None:
-        async with limited_server(write_timeout_s=0.05) as limited:
+        async with limited_server(write_timeout_s=LATE_S) as limited:
             limited.app.answer = b"x" * 50_000_000
-            with socket.create_connection(("127.0.0.1", limited.port)) as client:
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+                client.connect(("127.0.0.1", limited.port))
                 client.sendall(GET)
-                await limited.wait_until(lambda: bool(limited.app.scopes) and limited.connections == 0)
+                await limited.wait_until(lambda: bool(limited.app.scopes))
+                await limited.pass_time(LATE_S / 2)
+                assert limited.connections == 1
+                while limited.connections:  # It counts from when the server first finds bytes unread.
+                    await limited.pass_time(LATE_S)
+                assert "write_timeout_s" in limited.server._logged_at
 
-    run(test)
+    run(test, ManualClockLoop)
 
 
 def test_a_limit_during_an_answer_closes_the_connection_without_a_second_one() -> None:

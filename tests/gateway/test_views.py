@@ -14,7 +14,9 @@ from branchline.export.jsonl import sample_to_json
 from branchline.export.tree_lines import samples_from_tree_lines
 from branchline.gateway import session_reads, views
 from branchline.runtime import session_snapshot
+from tests.engines.manual_clock import yield_to_loop
 from tests.gateway.harness import Agent, agent, run
+from tests.hang import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_call_does_not_wait_for_a_slow_view(
 
     def slow(*args: Any, **options: Any) -> Any:
         started.set()
-        was_resumed.append(resume.wait(10))
+        was_resumed.append(resume.wait(HANG_S))
         return original(*args, **options)
 
     async def test() -> None:
@@ -42,7 +44,7 @@ def test_call_does_not_wait_for_a_slow_view(
             await a.ask_text("p")
             monkeypatch.setattr(module, function, slow)
             response = asyncio.create_task(a.get(path))
-            await asyncio.to_thread(started.wait, 10)
+            await asyncio.to_thread(started.wait, HANG_S)
             await a.ask_text("p", "A1", "q")
             resume.set()
             view = await response
@@ -141,6 +143,7 @@ def test_a_large_export_is_built_in_parts_while_the_event_loop_runs(
     monkeypatch.setattr(session_reads, "_STREAM_BYTES", 1)
     threads: set[int] = set()
     built: list[int] = []
+    sent: list[bytes] = []
     original = sample_to_json
 
     def note(*args: Any, **options: Any) -> Any:
@@ -151,17 +154,29 @@ def test_a_large_export_is_built_in_parts_while_the_event_loop_runs(
     monkeypatch.setattr(views, "sample_to_json", note)
 
     async def test() -> None:
-        async with agent(rule=lambda _: "x" * 200_000) as a:
+        async def send(message: Any) -> None:
+            # In place of a socket, whose buffers may take all of it: a client that reads one part at a time.
+            if body := message.get("body"):
+                sent.append(body)
+                assert len(built) <= len(sent) + 1
+                await yield_to_loop()
+
+        async with agent(rule=lambda _: "x" * 20_000) as a:
             for index in range(40):
                 await a.ask_text(f"question {index}")
-            url = f"{a.gateway.url}/sessions/{a.session.id}/samples?format=jsonl"
-            async with a.http.stream("GET", url, headers=a.control_headers) as response:
-                lines = response.aiter_lines()
-                json.loads(await anext(lines))
-                await asyncio.sleep(0.05)
-                assert len(built) < 40
-                async for line in lines:
-                    last = line
+            scope = {
+                "type": "http",
+                "http_version": "1.1",
+                "method": "GET",
+                "scheme": "http",
+                "path": f"/sessions/{a.session.id}/samples",
+                "query_string": b"format=jsonl",
+                "headers": [(b"authorization", a.control_headers["authorization"].encode())],
+                "client": ("127.0.0.1", 1),
+                "server": ("127.0.0.1", 80),
+            }
+            await a.gateway.app(scope, asyncio.Event().wait, send)
+            last = b"".join(sent).splitlines()[-1]
             assert json.loads(last)["report"]["samples"] == len(built) == 40
             assert threading.get_ident() not in threads
 

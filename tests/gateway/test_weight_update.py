@@ -22,6 +22,7 @@ from tests.engines.tiny_model import (
     running_engine,
     tiny_model,
 )
+from tests.hang import HANG_S
 
 OLD, NEW = 3, 4
 TOKENS, FORWARDS = 60, 25
@@ -99,7 +100,7 @@ def test_eight_streams_continue_under_new_weights_with_versions_per_token(
         await pause()
         async with (
             Gateway(engine=engine, codec=codec) as gateway,
-            httpx.AsyncClient(timeout=60) as http,
+            httpx.AsyncClient(timeout=HANG_S) as http,
         ):
 
             async def policy(verb: str, **body: int) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def test_resume_with_a_version_over_http() -> None:
         engine = hf.HfEngine(model, version=OLD)
         async with (
             Gateway(engine=engine, codec=ToyCodec()) as gateway,
-            httpx.AsyncClient(timeout=60) as http,
+            httpx.AsyncClient(timeout=HANG_S) as http,
         ):
             keys = {"authorization": f"Bearer {gateway.admin_key}"}
             client = Client(http, await gateway.session())

@@ -41,6 +41,7 @@ from branchline.runtime.session_store import SessionStore
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.tree.tree import Tree
 from tests.engines.manual_clock import ManualClockLoop
+from tests.hang import fail_if_hung
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -49,7 +50,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     async def main() -> None:
         ManualClockLoop.running().set_exception_handler(lambda _, context: problems.append(context))
-        await asyncio.wait_for(test(), 1000)
+        await fail_if_hung(test())
         assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()
 
     with asyncio.Runner(loop_factory=ManualClockLoop) as runner:

@@ -31,6 +31,7 @@ from branchline.loop.agents import AgentContext
 from branchline.loop.state import LoopState, StopReason
 from branchline.runtime.managed_session import SessionLimits, SessionOptions
 from branchline.runtime.session_store import SessionStore
+from tests.hang import HANG_S
 from tests.loop.harness import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_the_guides_python_runs_as_one_program(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     names, apples, pears, tomato, rewards, remote, resumed = ran.stdout.splitlines()

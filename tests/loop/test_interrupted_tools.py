@@ -18,6 +18,7 @@ from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.tools.base import BaseTool, Tool, ToolResult, ToolSelection
 from branchline.loop.tools.functions import tool
+from tests.hang import HANG_S
 from tests.loop.harness import (
     LoopHarness,
     LoopScript,
@@ -230,7 +231,7 @@ def test_a_function_in_a_thread_that_ends_in_the_grace_period_runs_once() -> Non
         @tool(name="act")
         def act(turn: int, index: int) -> str:
             started.set()
-            assert gate.wait(20)
+            assert gate.wait(HANG_S)
             runs.append(turn)
             return "done"
 

@@ -14,6 +14,7 @@ from branchline.loop.timeouts import (
     run_in_thread,
     with_timeout,
 )
+from tests.hang import HANG_S
 from tests.loop.harness import move_clock, pass_control, run
 
 GRACE_S = 1.0
@@ -211,7 +212,7 @@ def test_a_thread_returns_its_result_and_raises_its_error() -> None:
         go = threading.Event()
 
         def work(text: str, *, times: int) -> str:
-            assert go.wait(20)
+            assert go.wait(HANG_S)
             return text * times
 
         waiting = asyncio.create_task(run_in_thread(work, "ab", times=2))
@@ -242,7 +243,7 @@ def test_a_thread_may_outlive_the_caller_and_the_event_loop() -> None:
         def work() -> None:
             threads.append(threading.current_thread())
             loop.call_soon_threadsafe(started.set)
-            assert go.wait(20)
+            assert go.wait(HANG_S)
 
         waiting = asyncio.create_task(with_timeout(run_in_thread(work), 5, GRACE_S))
         await started.wait()
@@ -258,7 +259,7 @@ def test_a_thread_may_outlive_the_caller_and_the_event_loop() -> None:
     assert threads[0].is_alive()
     assert threads[0].daemon
     go.set()
-    threads[0].join(20)
+    threads[0].join(HANG_S)
     assert not threads[0].is_alive()
 
 

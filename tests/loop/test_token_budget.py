@@ -19,6 +19,7 @@ from branchline.loop.timeouts import CancelToken
 from branchline.loop.token_budget import reached_limit, truncate, truncate_result
 from branchline.loop.tools.base import ToolResult, ToolSelection
 from tests.chat.families import load_codec
+from tests.hang import HANG_S
 from tests.loop.harness import LoopScript, ScriptedToolCall, ScriptedTurn, loop_harness, run
 
 LONG = "x" * 50_001
@@ -89,7 +90,7 @@ class SlowCodec:
 
     def encode(self, text: str) -> Ids:
         self._loop.call_soon_threadsafe(self.started.set)
-        assert self.gate.wait(10), "the gate was not opened"
+        assert self.gate.wait(HANG_S), "the gate was not opened"
         return self._toy.encode(text)
 
     def decode(self, ids: Ids) -> str:

@@ -15,6 +15,7 @@ import httpx
 from branchline.chat.toy import ToyCodec
 from branchline.engines.scripted import ReplyRule, ScriptedEngine, replies
 from branchline.gateway.server import Gateway
+from tests.hang import fail_if_hung
 
 AsyncTest = Callable[[], Coroutine[Any, Any, None]]
 
@@ -23,7 +24,7 @@ def run(test: AsyncTest) -> None:
     """Runs an async test with a timeout; no task may be left over."""
 
     async def main() -> None:
-        await asyncio.wait_for(test(), 30)
+        await fail_if_hung(test())
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         assert not left, left
 

@@ -31,6 +31,7 @@ from branchline.timelines.causes import classify_forks
 from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.tree import Tree
 from tests.chat.families import load_codec
+from tests.hang import HANG_S
 
 # -- the scenario ------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class ThreadedGateway:
     def close(self) -> None:
         self._run(self.gateway.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(HANG_S)
         self._loop.close()
 
     def _run(self, work: Any) -> Any:

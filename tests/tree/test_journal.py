@@ -29,6 +29,7 @@ from branchline.tree import journal_file
 from branchline.tree.journal import Durability, Journal
 from branchline.tree.journal_file import DamagedRecord
 from branchline.tree.journal_repair import check_journal
+from tests.hang import HANG_S
 
 LEVELS: list[Durability] = ["process", "disk"]
 
@@ -169,7 +170,7 @@ def test_a_lazy_record_without_a_successor_is_written(
 ) -> None:
     monkeypatch.setattr(journal_module, "_LAZY_FLUSH_S", 0.01)
     with Journal(path, durability=durability) as journal:
-        assert journal.append("s", b"lazy", lazy=True).result(timeout=30) == 1
+        assert journal.append("s", b"lazy", lazy=True).result(timeout=HANG_S) == 1
 
 
 def test_a_callback_may_append(path: Path) -> None:
@@ -233,7 +234,7 @@ def test_a_signal_at_any_line_of_an_append_writes_its_record_at_most_once(tmp_pa
         with Journal(tmp_path / str(line)) as journal:
             journal.append("s", b"lazy", lazy=True)
             is_interrupted = interrupted_append(journal, line)
-            assert journal.append("s", b"after").result(timeout=30)
+            assert journal.append("s", b"after").result(timeout=HANG_S)
             journal.flush()
             found = list(journal.read("s"))
             assert found in ([b"lazy", b"after"], [b"lazy", b"interrupted", b"after"])
@@ -710,7 +711,7 @@ def size_limit(path: Path, more_bytes: int) -> Iterator[None]:
 
 
 def wait_for_recovery(journal: Journal) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_S
     while journal.failure is not None:
         assert time.monotonic() < deadline, journal.failure
         time.sleep(0.002)

@@ -18,6 +18,7 @@ from branchline.export.jsonl import report_to_json, sample_to_json
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
+from tests.hang import HANG_S
 
 CODEC = ToyCodec.chatml()
 NOON = datetime(2026, 3, 1, 12)
@@ -59,11 +60,11 @@ def test_a_commit_is_durable_when_its_future_resolves(tmp_path: Path) -> None:
         turn = session.prepare(Request((Message("user", "p"),)))
         committed = session.commit(turn, Generation(CODEC.encode_reply(Message("assistant", "A"))))
         assert committed.durable is not None
-        committed.durable.result(timeout=10)
+        committed.durable.result(timeout=HANG_S)
         assert len(list(journal.read("s"))) == 1
         delivered = session.record_delivery(committed.call, Delivery.DELIVERED)
         assert delivered is not None
-        delivered.result(timeout=10)
+        delivered.result(timeout=HANG_S)
         assert len(list(journal.read("s"))) == 2
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from scripts.check_docs import read_blocks
 
 from branchline.loop.context.context_loop import CONTEXT_TOOLS, ContextOptions
+from tests.hang import HANG_S
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "guides" / "context.md").read_text()
@@ -30,7 +31,7 @@ def test_the_guides_python_runs_as_one_program(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     ended, stub, samples, turn, without, compacted, own, lengths = ran.stdout.splitlines()

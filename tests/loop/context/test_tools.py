@@ -20,6 +20,7 @@ from branchline.loop.context.tools import _DEFINITIONS, ContextWorkspace, build_
 from branchline.loop.state import LoopState
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.tools.arguments import argument_validator
+from tests.hang import HANG_S
 from tests.loop.context.harness import DOCUMENT
 from tests.loop.harness import run
 
@@ -182,7 +183,7 @@ def test_long_work_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
     def waits(function: Any) -> Any:
         def wrapped(*args: Any) -> Any:
-            assert loop_ran.wait(10), "the event loop is blocked"
+            assert loop_ran.wait(HANG_S), "the event loop is blocked"
             return function(*args)
 
         return wrapped

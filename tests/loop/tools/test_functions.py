@@ -22,6 +22,7 @@ from typing_extensions import Doc
 from branchline.core.errors import InputError, ToolError
 from branchline.loop.tools.base import ToolResult
 from branchline.loop.tools.functions import FunctionTool, read_docstring, to_msgspec_type, tool, with_null
+from tests.hang import HANG_S
 from tests.loop.fake_tools import call, run_calls, tool_session
 from tests.loop.harness import move_clock, run
 from tests.loop.tools.mcp_server import PIXEL
@@ -398,7 +399,7 @@ def test_a_thread_that_exceeds_the_limit_is_an_error_and_continues() -> None:
         @tool
         def stuck() -> str:
             loop.call_soon_threadsafe(started.set)
-            assert go.wait(20)
+            assert go.wait(HANG_S)
             loop.call_soon_threadsafe(ended.set)
             return "too late"
 

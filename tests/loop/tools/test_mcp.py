@@ -14,16 +14,33 @@ from typing import Any, Self
 import pytest
 import uvicorn
 from mcp import MCPError, types
+from mcp.client import stdio as stdio_client_module
 
 from branchline.core.errors import ToolError, ToolUnavailableError
 from branchline.core.message import Message
 from branchline.loop.registry import ToolRegistry
+from branchline.loop.tools import mcp_connection
 from branchline.loop.tools.mcp import McpTool, McpTools, connect_tools
+from tests.hang import HANG_S
 from tests.loop.fake_tools import call, run_calls, tool_session
 from tests.loop.harness import move_clock, pass_control, run
 from tests.loop.tools import mcp_server
 
 SERVER = str(Path(mcp_server.__file__))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives a process the time to start and to end that it needs on a busy machine."""
+    monkeypatch.setattr(mcp_connection, "_RECONNECT_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(mcp_connection, "_CLOSE_TIMEOUT_S", HANG_S)
+    for name in (
+        "PROCESS_TERMINATION_TIMEOUT",
+        "FORCE_KILL_TIMEOUT",
+        "_KILL_REAP_TIMEOUT",
+        "_WRITER_FLUSH_TIMEOUT",
+    ):
+        monkeypatch.setattr(stdio_client_module, name, HANG_S)
 
 
 class ServerEvents:
@@ -51,9 +68,10 @@ def stdio(
     events: ServerEvents | None = None, **options: Any
 ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
     env = {} if events is None else {"EVENT_PORT": str(events.port)}
-    return McpTools.stdio(sys.executable, SERVER, env=env, **options)
+    return McpTools.stdio(sys.executable, SERVER, env=env, start_timeout_s=HANG_S, **options)
 
 
+@pytest.mark.usefixtures("patient")
 def test_tools_of_a_server_over_stdio() -> None:
     async def test() -> None:
         async with stdio() as tools:
@@ -89,6 +107,7 @@ def test_tools_of_a_server_over_stdio() -> None:
     run(test)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_cancelled_call_is_cancelled_on_the_server_and_the_connection_stays_open() -> None:
     async def test() -> None:
         async with (
@@ -108,10 +127,11 @@ def test_a_cancelled_call_is_cancelled_on_the_server_and_the_connection_stays_op
     run(test)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_server_that_exits_is_connected_again() -> None:
     async def test() -> None:
         async with stdio() as tools:
-            async with tool_session(*tools) as session:
+            async with tool_session(*tools, tool_timeout_s=HANG_S) as session:
                 with pytest.raises(ToolUnavailableError, match="tool 'exit': execute: Connection closed"):
                     await session.run_one(call("exit"))
                 results = await run_calls(session, *[call("add", '{"a": 1, "b": 1}') for _ in range(3)])
@@ -122,6 +142,7 @@ def test_a_server_that_exits_is_connected_again() -> None:
     run(test)
 
 
+@pytest.mark.usefixtures("patient")
 def test_no_trajectory_starts_with_a_server_that_is_not_connected() -> None:
     async def test() -> None:
         async with stdio() as tools:
@@ -132,6 +153,7 @@ def test_no_trajectory_starts_with_a_server_that_is_not_connected() -> None:
     run(test)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_cancelled_block_ends_the_server() -> None:
     async def trajectory(events: ServerEvents) -> None:
         async with stdio(events) as tools, tool_session(*tools) as session:
@@ -154,9 +176,15 @@ def test_a_cancelled_block_ends_the_server() -> None:
     run(test)
 
 
-UNRESPONSIVE_SERVER = "import sys; sys.stderr.close(); sys.stdin.read()"
+UNRESPONSIVE_SERVER = """
+import socket, sys
+socket.create_connection(("127.0.0.1", PORT)).sendall(b"started\\n")
+sys.stderr.close()
+sys.stdin.read()
+"""
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_failed_connection_is_an_error_with_the_servers_name() -> None:
     async def refused(*command: str, **options: Any) -> str:
         with pytest.raises(ToolError) as error:
@@ -170,8 +198,15 @@ def test_a_failed_connection_is_an_error_with_the_servers_name() -> None:
             "tool 'no-such-command': connect: [Errno 2] No such file or directory: 'no-such-command'"
         )
         assert (await refused(sys.executable, "-c", "pass")).endswith("-c pass': connect: Connection closed")
-        silent = await refused(sys.executable, "-c", UNRESPONSIVE_SERVER, start_timeout_s=0.2)
-        assert silent.endswith("connect: timed out after 0.2 s")
+        async with ServerEvents() as events:
+            code = UNRESPONSIVE_SERVER.replace("PORT", str(events.port))
+            silent = asyncio.create_task(refused(sys.executable, "-c", code, start_timeout_s=HANG_S))
+            assert await events.lines.get() == "started"
+            move_clock(HANG_S / 2)
+            await pass_control()
+            assert not silent.done()
+            move_clock(HANG_S / 2)
+            assert (await silent).endswith(f"connect: timed out after {HANG_S:g} s")
         with socket.socket() as unanswered:
             unanswered.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{unanswered.getsockname()[1]}/mcp"
@@ -182,17 +217,19 @@ def test_a_failed_connection_is_an_error_with_the_servers_name() -> None:
     run(test)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_cancellation_while_connecting_leaves_nothing_running() -> None:
     async def test() -> None:
-        async def trajectory() -> None:
-            async with McpTools.stdio(sys.executable, "-c", UNRESPONSIVE_SERVER):
+        async def trajectory(code: str) -> None:
+            async with McpTools.stdio(sys.executable, "-c", code):
                 raise AssertionError("nothing may run")
 
-        task = asyncio.create_task(trajectory())
-        await pass_control(20)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        async with ServerEvents() as events:
+            task = asyncio.create_task(trajectory(UNRESPONSIVE_SERVER.replace("PORT", str(events.port))))
+            assert await events.lines.get() == "started"
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
     run(test)
 
@@ -499,6 +536,7 @@ async def serve_http() -> AsyncGenerator[tuple[str, Headers], None]:
         sockets[0].close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_tools_of_a_server_over_http() -> None:
     async def test() -> None:
         async with serve_http() as (url, app):
