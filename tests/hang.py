@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable
 
 HANG_S = 300.0
 """So long that only a hang reaches it, however busy the machine is. No test waits for it to pass."""
 
 
-async def fail_if_hung(test: Coroutine[Any, Any, None]) -> None:
+async def fail_if_hung(test: Awaitable[None]) -> None:
     """Runs a test and ends it after HANG_S of real time, whatever the clock of its event loop says."""
     task = asyncio.current_task()
     assert task is not None

@@ -423,8 +423,20 @@ def test_ctrl_c_ends_a_wait_and_the_client_still_works() -> None:
         async with agent("x") as a:
             found += [a.gateway.url, a.gateway.admin_key, a.session.id]
             ready.set()
+            wait = a.gateway.sessions.wait_until_ended
+
+            async def noted(*args: Any) -> None:
+                waits.set()
+                await wait(*args)
+
+            a.gateway.sessions.wait_until_ended = noted  # type: ignore[method-assign]
             await asyncio.to_thread(stop.wait)
 
+    def interrupt() -> None:
+        assert waits.wait(HANG_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    waits = threading.Event()
     ready, stop, found = threading.Event(), threading.Event(), []  # type: ignore[var-annotated]
     thread = threading.Thread(target=lambda: asyncio.run(serve(ready, stop, found)))
     thread.start()
@@ -432,11 +444,11 @@ def test_ctrl_c_ends_a_wait_and_the_client_still_works() -> None:
         assert ready.wait(HANG_S)
         url, key, session_id = found
         with Client(url, key) as client:
-            threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            threading.Thread(target=interrupt).start()
             started = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
-                client.session(session_id).wait(20)
-            assert time.monotonic() - started < 10
+                client.session(session_id).wait(HANG_S)
+            assert time.monotonic() - started < HANG_S / 2
             assert client.session(session_id).view().state == "open"
     finally:
         stop.set()

@@ -396,8 +396,10 @@ def test_any_mix_of_faults_loses_and_repeats_no_token(
 ) -> None:
     async def main() -> None:
         count = len(faults) + 1
-        timeouts = {"first_token_timeout_s": 20.0, "token_timeout_s": 20.0}
-        async with replica_servers(count, **timeouts) as (replicas, servers), asyncio.TaskGroup() as others:
+        async with (
+            replica_servers(count, first_token_timeout_s=20, token_timeout_s=20) as (replicas, servers),
+            asyncio.TaskGroup() as others,
+        ):
             waits: list[asyncio.Task[None]] = []
             for number, (server, (fault, position)) in enumerate(zip(servers, faults, strict=False)):
                 server.ids_per_event = ids_per_event

@@ -27,6 +27,7 @@ from branchline.tree.journal import Journal
 from tests.engines.fake_servers import FakeVllm
 from tests.export.test_rewards import commit_attempt
 from tests.gateway.harness import Agent, agent, run
+from tests.hang import HANG_S
 
 
 def _wait(a: Agent, timeout_s: str) -> Any:
@@ -38,12 +39,12 @@ def test_wait_returns_at_the_end_of_the_session_or_the_timeout() -> None:
     async def test() -> None:
         async with agent("x") as a:
             assert (await _wait(a, "0")).json()["state"] == "open"
-            waiting = asyncio.create_task(_wait(a, "20"))
+            waiting = asyncio.create_task(_wait(a, str(HANG_S)))
             await a.ask_text("p")
             assert not waiting.done()
             await a.session.finalize()
             assert (await waiting).json()["state"] == "finalized"
-            assert (await _wait(a, "20")).json()["state"] == "finalized"
+            assert (await _wait(a, str(HANG_S))).json()["state"] == "finalized"
             assert (await _wait(a, "soon")).status_code == 400
 
     run(test)

@@ -271,7 +271,7 @@ def test_a_cancelled_caller_keeps_its_thread_until_the_work_is_done() -> None:
             started = time.monotonic()
             may_continue.set()
             assert await run_in_prepare_thread(managed, lambda: "next", 0) == "next"
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < HANG_S / 2
 
     run(test)
 

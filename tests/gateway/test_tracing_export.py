@@ -17,6 +17,7 @@ from branchline.gateway.server import Gateway
 from branchline.gateway.tracing import CAPTURE_CONTENT_VARIABLE, Tracing
 from tests.gateway.harness import run
 from tests.gateway.otel import OtlpReceiver, SpanCollector
+from tests.hang import HANG_S
 
 SECRET = "marzipan"
 
@@ -85,17 +86,18 @@ def test_collector_that_never_answers_delays_no_call(
 ) -> None:
     silent = OtlpReceiver()  # it listens but does not answer
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{silent.url}/v1/traces")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(HANG_S))
     # Spans are sent in pairs, while calls are running.
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     tracing = Tracing.from_environment()
 
     async def test() -> None:
-        assert await _run_calls(tracing) < 5
+        assert await _run_calls(tracing) < HANG_S / 2
 
     run(test)
     began = time.perf_counter()
     assert not tracing.close(timeout_s=0.2)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < HANG_S / 2
     assert not silent.spans
     with silent:  # now it answers, so that no retrying thread outlives this test
         for thread in threading.enumerate():

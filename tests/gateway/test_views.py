@@ -154,6 +154,9 @@ def test_a_large_export_is_built_in_parts_while_the_event_loop_runs(
     monkeypatch.setattr(views, "sample_to_json", note)
 
     async def test() -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()  # The client stays connected.
+
         async def send(message: Any) -> None:
             # In place of a socket, whose buffers may take all of it: a client that reads one part at a time.
             if body := message.get("body"):
@@ -175,7 +178,7 @@ def test_a_large_export_is_built_in_parts_while_the_event_loop_runs(
                 "client": ("127.0.0.1", 1),
                 "server": ("127.0.0.1", 80),
             }
-            await a.gateway.app(scope, asyncio.Event().wait, send)
+            await a.gateway.app(scope, receive, send)
             last = b"".join(sent).splitlines()[-1]
             assert json.loads(last)["report"]["samples"] == len(built) == 40
             assert threading.get_ident() not in threads

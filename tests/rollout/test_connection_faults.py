@@ -9,6 +9,7 @@ import gc
 import http.client
 import socket
 import ssl
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ from branchline.rollout.connection_faults import is_connection_fault
 from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.session_result import EndCause, SessionEnd
 from branchline.rollout.sinks import MemorySink
+from tests.hang import HANG_S
 from tests.rollout.harness import ask_once, run, scripted_gateway
 
 # Some clients close their sockets only with the error that they raise.
@@ -46,7 +48,8 @@ ANSWERS: Mapping[str, bytes | None] = {
     "500": b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\n{}",
 }
 FAULTS = ("refuses", "unknown host", "resets", "cuts", "cuts a chunk", "silent")
-_SILENCE_S = 0.3
+_SILENCE_S = HANG_S
+"""How long clients wait for data; short where none will come."""
 AIOHTTP = "aiohttp.client_exceptions"
 
 
@@ -95,7 +98,9 @@ class BadServer:
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[BadServer]:
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[BadServer]:
+    if request.param == "silent":
+        monkeypatch.setattr(sys.modules[__name__], "_SILENCE_S", 0.3)
     with closing(BadServer(request.param)) as bad:
         yield bad
 

@@ -28,6 +28,7 @@ from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.session_result import SessionJob
 from branchline.rollout.sinks import MemorySink
 from branchline.rollout.tasks import RolloutTask
+from tests.hang import HANG_S
 from tests.rollout.harness import ask, judge_answer, run, scripted_gateway
 
 ADMIN_KEY = "ak-test"
@@ -49,7 +50,7 @@ async def start_gateway(journal: Path | None = None, port: int = 0) -> Gateway:
 
 @asynccontextmanager
 async def two_gateways(
-    retry_timeout_s: float = 10.0, folder: Path | None = None
+    retry_timeout_s: float = HANG_S, folder: Path | None = None
 ) -> AsyncIterator[tuple[GatewayPool, dict[str, Gateway]]]:
     """Two gateways and a pool over them; a test may replace a gateway in the mapping."""
     journals = [None if folder is None else folder / name for name in ("a", "b")]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -30,6 +29,7 @@ from branchline.rollout.session_result import SessionEnd, SessionJob, SessionRes
 from branchline.rollout.sinks import MemorySink
 from branchline.rollout.tasks import RolloutTask
 from tests.export.test_samples import forked_session
+from tests.hang import HANG_S
 from tests.rollout.harness import ask, run, scripted_gateway
 
 
@@ -175,13 +175,14 @@ def test_a_function_that_raises_fails_its_session_only() -> None:
 
 def test_rewards_are_computed_in_parallel_up_to_the_number_of_workers() -> None:
     running, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(3, timeout=HANG_S)
 
     def reward(task: Mapping[str, Any], trajectory: Trajectory) -> float:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.02)
+        together.wait()
         with lock:
             running -= 1
         return 1.0

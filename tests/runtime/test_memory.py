@@ -16,6 +16,7 @@ from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 from branchline.tree.tree import Node
 from tests.gateway.harness import agent
+from tests.hang import HANG_S
 from tests.runtime.harness import call_request, complete_call
 
 
@@ -110,7 +111,9 @@ def test_sessions_played_over_http_are_freed_at_once(tmp_path: Path) -> None:
                 assert (await a.http.post(f"{root}/finalize", headers=admin)).status_code == 200
                 assert (await a.http.get(f"{root}/samples?format=tree", headers=admin)).status_code == 200
             del opened, managed
-            await asyncio.sleep(0.05)
+            async with asyncio.timeout(HANG_S):  # a thread may hold one for a moment
+                while alive(references) > 2 * 3:
+                    await asyncio.sleep(0.01)
             assert alive(references) == 2 * 3
             return count_nodes() - sum(len(managed.session.tree.nodes) for managed in a.gateway.sessions)
 

@@ -763,7 +763,7 @@ def test_a_disk_that_is_full_after_any_byte_and_has_space_again_loses_and_halves
                     # `retain` only: a record without it may be in the file although its future failed.
                     future = append(journal, retain=True, lazy=rng.random() < 0.3)
                     if future is not None and rng.random() < 0.7 and not future.done():
-                        future.exception(timeout=5 if rng.random() < 0.9 else 0.5)
+                        future.exception(timeout=HANG_S)
             wait_for_recovery(journal)
             assert append(journal, retain=True, lazy=False) is not None
         journal.flush()

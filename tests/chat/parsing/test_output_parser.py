@@ -106,5 +106,6 @@ def test_cost_is_linear_in_the_length_of_the_output(name: str, kind: str) -> Non
         parser.finish("stop")
         return time.process_time() - began
 
-    # Quadratic cost would be 64 times as much.
-    assert min(cpu_seconds(8_000) for _ in range(2)) < 20 * min(cpu_seconds(1_000) for _ in range(3)) + 0.05
+    # Quadratic cost would be 64 times as much, each time; what else the machine does may double one of them.
+    short = min(cpu_seconds(1_000) for _ in range(3))
+    assert any(cpu_seconds(8_000) < 20 * short + 0.05 for _ in range(10))
