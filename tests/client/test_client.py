@@ -67,7 +67,7 @@ def test_the_life_of_a_session_in_another_thread(kind: str) -> None:
                 InputError, match="agent: got 'critic', expected an agent of this session: none"
             ):
                 await session.reward(1.0, agent="critic")
-            with pytest.raises(InputError, match="turns: got 1, expected `turn`"):
+            with pytest.raises(InputError, match="turns: got 1, expected other keys: did you mean `turn`"):
                 await session.reward(1.0, turns=1)
             assert not waiting.done()
             await session.complete("done")
@@ -429,7 +429,7 @@ def test_ctrl_c_ends_a_wait_and_the_client_still_works() -> None:
                 waits.set()
                 await wait(*args)
 
-            a.gateway.sessions.wait_until_ended = noted  # type: ignore[method-assign]
+            a.gateway.sessions.wait_until_ended = noted  # type: ignore[assignment, method-assign]
             await asyncio.to_thread(stop.wait)
 
     def interrupt() -> None:
