@@ -7,7 +7,9 @@ import signal
 from importlib.util import find_spec
 from pathlib import Path
 
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
+from tests.hang import HANG_S
 
 # No deadlines: `make bench` measures speed, and a busy machine must not fail a test.
 # CI draws the same examples every time, so that a failure comes from the change; locally they are random.
@@ -34,6 +36,10 @@ collect_ignore_glob = [] if find_spec("torch") else _NEEDS_TORCH
 # system's certificates, which takes longer than most tests.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# A client without a limit of its own has 5 s, less than an answer may take on a busy machine.
+for _part in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, _part, HANG_S)
 
 # A shell starts processes in the background with SIGINT ignored; tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
