@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from branchline.core.choices import CompactionName
 from branchline.core.errors import InputError
 from branchline.core.option_fields import group, option
+from branchline.core.suggestions import did_you_mean_path
 from branchline.loop.context.context_options import ContextOptions
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
@@ -191,9 +192,15 @@ def build_judge(options: JudgeOptions) -> RelativeJudge | None:
         return None
     if not options.judge_model:
         raise InputError("--judge-model: got none, expected the name of the judge's model")
-    try:
-        rubric = DEFAULT_RUBRIC if options.judge_rubric is None else options.judge_rubric.read_text()
-    except OSError as error:
-        raise InputError(f"--judge-rubric: {error}, expected a text file") from error
+    rubric = DEFAULT_RUBRIC if options.judge_rubric is None else _read_rubric(options.judge_rubric)
     key = os.environ.get(JUDGE_KEY_ENV, "")
     return RelativeJudge(ChatEndpoint(options.judge_url, options.judge_model, key), rubric)
+
+
+def _read_rubric(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
+        near = did_you_mean_path(file)
+        raise InputError(f"--judge-rubric: got {file}, expected a text file ({reason}){near}") from error

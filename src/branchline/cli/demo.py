@@ -13,9 +13,11 @@ from branchline.cli.run_folders import keep_config, new_run_folder
 
 def run(options: DemoOptions) -> str:
     """Runs the demo; progress goes to stderr with --json, else to stdout."""
+    from branchline.rollout.run_folder import check_run_folder
     from branchline.train.demo.demo import choose_settings, run_demo
 
     folder = options.run_folder or new_run_folder("demo")
+    check_run_folder(folder, resume=options.resume)
     settings = choose_settings(options.settings, folder, resume=options.resume)
     if not options.resume:
         keep_config(folder, options)

@@ -16,9 +16,10 @@ from typing import Any
 
 from branchline import __version__
 from branchline.cli.options.command import Command, CommandGroup
-from branchline.cli.options.errors import did_you_mean, show, usage_error
-from branchline.core.errors import BranchlineError
+from branchline.cli.options.errors import UsageError, show, usage_error
+from branchline.core.errors import BranchlineError, InputError
 from branchline.core.extras import requires_extra
+from branchline.core.suggestions import did_you_mean
 
 _DESCRIPTION = """\
 Records the LLM calls of agents as exact tokens and turns them into training samples in which every sampled
@@ -65,12 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BranchlineError as error:
         print(f"branchline: error: {error}", file=sys.stderr)
         return _EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader closed the pipe. Python flushes stdout once more at exit: into /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"branchline: error: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
     return code
 
 
@@ -123,11 +129,16 @@ def _run_action(group: CommandGroup, arguments: Sequence[str]) -> str | tuple[st
 
 
 def _execute(command: Command, arguments: Sequence[str]) -> str | tuple[str, int]:
-    from branchline.cli.options.parser import read_options
+    from branchline.cli.options.parser import name_option, read_options
 
     read = read_options(command, arguments, os.environ)
     _warn_of_variables(command)
-    return read.text if read.text is not None else command.execute(read.options)
+    if read.text is not None:
+        return read.text
+    try:
+        return command.execute(read.options)
+    except InputError as error:
+        raise UsageError(name_option(command, str(error))) from error
 
 
 def _warn_of_variables(command: Command) -> None:

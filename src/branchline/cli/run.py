@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
 def run(options: RunOptions) -> tuple[str, int]:
     """Runs the tasks; progress and logs go to stderr."""
     from branchline.gateway.process import run_server
-    from branchline.rollout.run_folder import RunFolder
+    from branchline.rollout.run_folder import RunFolder, check_run_folder
     from branchline.rollout.tasks import read_tasks
     from branchline.rollout.trackers import Trackers
 
@@ -57,6 +57,7 @@ def run(options: RunOptions) -> tuple[str, int]:
             "model belongs to one process"
         )
     path = options.run_folder or new_run_folder("run")
+    check_run_folder(path, resume=options.resume)
     runners = build_runners(options.agents, tasks, path.absolute() / "logs")
     reward, judge = build_reward(options.agents), build_judge(options.judging)
     if reward is not None and judge is not None:

@@ -28,9 +28,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run(options: ServeOptions) -> str:
     """Serves until a signal arrives, then waits for running calls for up to --drain-s seconds."""
     from branchline.gateway.access import require_loopback
+    from branchline.gateway.uvicorn_server import bind_socket
 
+    # Before the model is loaded.
     if not options.gateway.auth:
-        require_loopback(options.host)  # before the model is loaded
+        require_loopback(options.host)
+    bind_socket(options.host, options.port).close()
     codec, router = build_router(options.engines)
     observability = configure_observability(options.logs)
     try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # imported late below: it needs packages of the `train` extra
 
 def run(options: TrainOptions) -> str | tuple[str, int]:
     """Trains; a line for each step goes to stdout, or to stderr with --json."""
+    from branchline.rollout.run_folder import check_run_folder
     from branchline.rollout.tasks import read_tasks
 
     if not options.model:
@@ -42,6 +43,7 @@ def run(options: TrainOptions) -> str | tuple[str, int]:
     runners = build_runners(options.agents, tasks)
     check_tasks(runners, tasks)
     folder = options.run_folder or new_run_folder("train")
+    check_run_folder(folder, resume=options.resume)
     observability = configure_observability(options.logs)
     try:
         return _train(options, folder, runners, [task.row for task in tasks], observability)

@@ -2,6 +2,7 @@
 
     BranchlineError
     ├── InputError              input from a caller or a file is not what was expected
+    │   ├── AddressError        nothing can listen on an address (also an OSError)
     │   ├── MessageError        a message or request cannot be read
     │   └── LogError            a line of a call log is invalid; carries file and line number
     ├── CodecError              messages could not be turned into ids, or ids into messages
@@ -49,6 +50,14 @@ class BranchlineError(Exception):
 
 class InputError(BranchlineError):
     """Input from a caller or a file is not what was expected."""
+
+
+class AddressError(InputError, OSError):
+    """Nothing can listen on an address; `errno` says why, if the system has a number for it."""
+
+    def __init__(self, problem: str, number: int | None) -> None:
+        super().__init__(problem)
+        self.errno = number
 
 
 class MessageError(InputError):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from branchline.core.errors import InputError
 from branchline.core.extras import requires_extra
+from branchline.core.suggestions import did_you_mean_path
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,7 +49,7 @@ def find_model_folder(name: str | Path, files: Sequence[str] = TOKENIZER_FILES) 
         return folder
     match = None if isinstance(name, Path) or folder.exists() else _HUB_NAME.fullmatch(name)
     if match is None:
-        raise InputError(f"{name}: not a directory, {_EXPECTED}")
+        raise InputError(f"{name}: not a directory, {_EXPECTED}{did_you_mean_path(folder)}")
     return _fetch(match["repo"], match["revision"], files)
 
 

@@ -8,6 +8,7 @@ applies. The server serves until it is told to stop, whatever a connection does.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 import uvicorn
 
+from branchline.core.errors import AddressError
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.process import open_file_limit
 from branchline.gateway.server_connection import ServerConnection
@@ -196,7 +198,29 @@ def bind_socket(host: str, port: int) -> socket.socket:
     """A socket that listens on one address; `::` listens on all addresses, IPv4 included."""
     both = host == "::" and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=both)
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=both)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _address_error(host, port, error) from error
     # Accepted connections inherit it; without it every response waits about 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _address_error(host: str, port: int, error: Exception) -> AddressError:
+    """What is wrong with an address that nothing can listen on."""
+    # That of a gaierror is no number of the system.
+    number = error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
+    if isinstance(error, OverflowError):
+        problem = f"port: got {port}, expected 0 to 65535"
+    elif number == errno.EADDRINUSE:
+        problem = f"port: got {port}, which is in use on {host}, expected a free one, or 0 for any"
+    elif number == errno.EACCES:
+        problem = f"port: got {port}, which this user may not use, expected one from 1024 on"
+    else:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        problem = (
+            f"host: got {host!r}, expected an address of this machine, without a port, such as 127.0.0.1, "
+            f"or 0.0.0.0 for all ({reason})"
+        )
+    return AddressError(problem, number)

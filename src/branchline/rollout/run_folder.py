@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from branchline.core.errors import InputError
 from branchline.core.sample import Sample
+from branchline.core.suggestions import near_path
 from branchline.export.columns import SampleRow
 from branchline.export.jsonl import read_jsonl_rows
 from branchline.rollout.run_settings import RUN_FILE, keep_settings
@@ -135,9 +136,38 @@ def _written_samples(path: Path) -> dict[str, SampleFormat]:
     return {"samples": "parquet"} if any((path / SAMPLES_FOLDER).glob("part-*.parquet")) else {}
 
 
+def check_run_folder(path: Path, *, resume: bool) -> None:
+    """Raises InputError for a path at which no folder can be, and, with `resume`, for one that is no run."""
+    first = next(part for part in (path, *path.parents) if part.exists() or part == part.parent)
+    if first.exists() and not first.is_dir():
+        raise InputError(f"run_folder: got {path}, expected a folder: {first} is a file")
+    if resume and not (path / RUN_FILE).is_file():
+        raise InputError(
+            f"run_folder: got {path}, expected with --resume the folder of a run, with {RUN_FILE}"
+            f"{_near_run(path, RUN_FILE)}"
+        )
+
+
+def _near_run(path: Path, file: str) -> str:
+    """`; did you mean …?` with the folder of a run: that of a file in one, the latest in a folder of runs, or
+    one whose name is like that of a missing folder."""
+    if path.is_file() and (path.parent / file).is_file():
+        found: Path | None = path.parent
+    elif path.is_dir():
+        runs = [part.parent for part in path.glob(f"*/{file}")]
+        found = max(runs, key=lambda run: (run / file).stat().st_mtime, default=None)
+    else:
+        near = near_path(path)
+        found = near if near is not None and (near / file).is_file() else None
+    return f"; did you mean {found}?" if found is not None else ""
+
+
 def find_run_folder(path: str | Path) -> RunFolder:
     """Returns the folder of an earlier run. Raises InputError if it is none."""
     path = Path(path)
     if not (path / TRAJECTORIES_FILE).is_file():
-        raise InputError(f"folder: got {path}, expected the folder of a run, with {TRAJECTORIES_FILE}")
+        raise InputError(
+            f"run_folder: got {path}, expected the folder of a run, with {TRAJECTORIES_FILE}"
+            f"{_near_run(path, TRAJECTORIES_FILE)}"
+        )
     return RunFolder(path)

@@ -24,6 +24,7 @@ import msgspec
 
 from branchline.core.errors import InputError
 from branchline.core.extras import requires_extra
+from branchline.core.suggestions import did_you_mean_path
 from branchline.loop.task import to_lists
 
 _UID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
@@ -149,8 +150,12 @@ def _open_source(text: str) -> Iterable[Any]:
     if path.is_file():
         return _read_lines(path)
     match = _DATASET.fullmatch(text)
-    if path.suffix in (".jsonl", ".json") or match is None or text.startswith((".", "/", "~")):
-        raise InputError(f"tasks: {text} does not exist, expected a JSONL or Parquet file, or NAME[:SPLIT]")
+    near = did_you_mean_path(path)
+    # A name of one word without a split may be that of a file; one of a dataset may have its split.
+    is_file_name = match is None or path.suffix in (".jsonl", ".json") or text.startswith((".", "/", "~"))
+    if is_file_name or (near and match["split"] is None and "/" not in text):
+        problem = "is no file" if path.exists() else "does not exist"
+        raise InputError(f"tasks: {text} {problem}, expected a JSONL or Parquet file, or NAME:SPLIT{near}")
     return _load_dataset(match["name"], match["split"] or _DEFAULT_SPLIT)
 
 
@@ -173,6 +178,11 @@ def _read_parquet(path: Path) -> Iterable[Any]:
         import pyarrow.parquet as pq
     try:
         table = pq.read_table(path)
+    except FileNotFoundError as error:
+        raise InputError(
+            f"tasks: {path} does not exist, expected a JSONL or Parquet file, or NAME:SPLIT"
+            f"{did_you_mean_path(path)}"
+        ) from error
     except (OSError, pa.ArrowInvalid) as error:
         raise InputError(f"{path}: got a file that cannot be read ({error}), expected Parquet") from error
     rows: Iterable[Any] = table.to_pylist()

@@ -25,6 +25,7 @@ from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import InputError, LogError, MessageError
 from branchline.core.message import Message
 from branchline.core.reader import decode_json_keeping_surrogates, read_message, replace_surrogates
+from branchline.core.suggestions import did_you_mean_path
 from branchline.core.token_arrays import Floats, Ids, as_ids
 from branchline.timelines.streamed import TRUNCATED, join_stream
 from branchline.timelines.token_texts import TokenTexts, read_token_texts
@@ -112,7 +113,8 @@ class LogReader:
                 yield from self._read(file)
         except (OSError, EOFError, zlib.error) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
-            raise InputError(f"{self.path}: cannot be read: {reason}") from error
+            near = did_you_mean_path(self.path) if isinstance(error, FileNotFoundError) else ""
+            raise InputError(f"{self.path}: cannot be read: {reason}{near}") from error
 
     def check_counts(self, calls: Iterable[LoggedCall]) -> list[LoggedCall]:
         """Returns the calls without those whose response has other ids than its server counted, which are

@@ -40,6 +40,7 @@ from rich.console import Console
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import EpisodesFailedError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
+from branchline.engines.hf.devices import choose_device
 from branchline.export.batches import training_rows
 from branchline.export.credit import GroupStatistics, GroupStd, group_statistics
 from branchline.export.packing import TrainingRow
@@ -130,6 +131,7 @@ class Trainer(Generic[T]):
         self._observers, self._on_session_end = tuple(observers), tuple(on_session_end)
         self.config = config = config or TrainerConfig()
         self.run_folder = Path(run_folder)
+        self.device = choose_device(device)
         self._agent = make_runner(agent)
         self._tasks, self._reward = tasks, reward
         self._model_folder = find_model_folder(model, MODEL_FILES)
@@ -141,7 +143,6 @@ class Trainer(Generic[T]):
         is_resumed = checkpoint is not None or (self.run_folder / METRICS_FILE).exists()
         self.run_folder.mkdir(parents=True, exist_ok=True)
         keep_settings(self.run_folder / RUN_FILE, self._settings(), resume=is_resumed)
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.codec = GenericCodec.open(self._model_folder)
         reference = self._load(self._model_folder) if config.update.loss.reference_kl_coefficient else None
         self._updater = PolicyUpdater(self._load(checkpoint or self._model_folder), config.update, reference)

@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from branchline.core.errors import JournalError
+from branchline.core.suggestions import did_you_mean_path
 from branchline.tree.journal_file import (
     CHECKSUM_OFFSET,
     SCHEMA,
@@ -149,7 +150,7 @@ def repair_journal(path: str | os.PathLike[str]) -> RepairReport:
 
 def _require_file(path: Path) -> None:
     if not path.is_file():
-        raise JournalError(f"{path}: there is no such file, expected a journal")
+        raise JournalError(f"{path}: there is no such file, expected a journal{did_you_mean_path(path)}")
 
 
 def _copy_main(file: Path, folder: Path, *, only_used: bool) -> Path:

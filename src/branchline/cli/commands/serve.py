@@ -33,6 +33,8 @@ class ServeOptions:
     logs: ObservabilityOptions = group(ObservabilityOptions, "logs")
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise InputError("host: got '', expected an address, such as 127.0.0.1, or 0.0.0.0 for all")
         if not 0 <= self.port <= 65535:
             raise InputError(f"port: got {self.port}, expected 0 to 65535")
 

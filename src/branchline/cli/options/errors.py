@@ -29,17 +29,3 @@ def either(names: Iterable[str]) -> str:
     """`a, b or c`."""
     *first, last = [*names] or [""]
     return f"{', '.join(first)} or {last}" if first else last
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean …?`, or nothing if no name is close."""
-    of_word = {one.lstrip("-"): one for one in known}
-    close = closest(name.lstrip("-"), of_word, 0.6)
-    return f"; did you mean {of_word[close]}?" if close else ""
-
-
-def closest(name: str, known: Iterable[str], similarity: float) -> str:
-    """The name that is most like another one, or an empty text if none is."""
-    from difflib import get_close_matches
-
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=similarity)), "")

@@ -92,6 +92,13 @@ def make_options(command: Command, schema: OptionSchema, given: Mapping[str, Giv
     return build(schema, {name: entry.value for name, entry in given.items()}, on_error)
 
 
+def name_option(command: Command, problem: str) -> str:
+    """The problem of a running command; the option that it begins with is named as it is typed."""
+    name, colon, rest = problem.partition(":")
+    option = OptionSchema(command.options).options.get(name)
+    return f"{option.flag}{colon}{rest}" if option is not None else problem
+
+
 def to_yaml(schema: OptionSchema, given: Mapping[str, object]) -> str:
     """All options as YAML, those of groups nested; secrets and what is required and missing are left out."""
     import yaml  # type: ignore[import-untyped]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from branchline.cli.options.command import Command
-from branchline.cli.options.errors import UsageError, closest, did_you_mean, show, usage_error
+from branchline.cli.options.errors import UsageError, show, usage_error
 from branchline.cli.options.schema import CONFIG_OPTIONS, VARIABLE_PREFIX, Option, OptionSchema
 from branchline.cli.options.values import WrongValueError
+from branchline.core.suggestions import closest, did_you_mean, did_you_mean_path
 
 CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
 _OTHER_VARIABLES = re.compile(r"TASK|TASK_FILE|PROMPT|SESSION|CONFIG|(ENGINE|JUDGE|UPSTREAM)_KEY(_.*)?")
@@ -133,7 +134,8 @@ def _load(file: Path, source: str) -> dict[str, Any]:
     try:
         content = load(file.read_bytes().decode())
     except OSError as error:
-        raise UsageError(f"{source} {file}: cannot be read: {error.strerror}") from error
+        near = did_you_mean_path(file)
+        raise UsageError(f"{source} {file}: cannot be read: {error.strerror}{near}") from error
     except ValueError as error:
         raise UsageError(f"{source} {file}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

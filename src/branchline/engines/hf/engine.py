@@ -36,6 +36,7 @@ from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_n
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import STOP_FIELDS, Chunk, LogprobKind, SamplingParams
 from branchline.engines.hf.compatibility import find_max_context
+from branchline.engines.hf.devices import check_dtype, choose_device
 from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
 from branchline.engines.hf.validation import check_request, check_weights
@@ -135,8 +136,9 @@ class HfEngine:
         if "revision" in options:
             raise InputError(f"revision: got {options['revision']!r}, expected it in the name: NAME@REVISION")
         folder = find_model_folder(path, MODEL_FILES)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = choose_device(device)
         dtype = dtype or ("float32" if device == "cpu" else "auto")
+        check_dtype(dtype)
         logs: Any = transformers.utils.logging
         logs.disable_progress_bar()
         try:
