@@ -70,7 +70,7 @@ def test_rows_of_any_iterable_are_plain_json() -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("missing.jsonl", "missing.jsonl does not exist, expected a JSONL or Parquet file, or NAME"),
+        ("missing.jsonl", "missing.jsonl, which does not exist, expected a JSONL or Parquet file, or NAME"),
         ("./missing", "does not exist"),
         ([], "tasks: got no rows, expected at least one task"),
         ([3], r"tasks\[0\]: got int, expected an object"),

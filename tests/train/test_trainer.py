@@ -222,7 +222,7 @@ def test_an_interrupted_run_leaves_its_last_complete_step(policy: Path, tmp_path
 
 def test_a_run_folder_is_not_overwritten(policy: Path, tmp_path: Path) -> None:
     run_steps(create_trainer(policy, tmp_path / "run", steps=1))
-    with pytest.raises(InputError, match="has a run; pass resume=True"):
+    with pytest.raises(InputError, match="has a run; resume it"):
         create_trainer(policy, tmp_path / "run", steps=2)
     with pytest.raises(InputError, match="seed: this run has 0, got 7"):
         create_trainer(policy, tmp_path / "run", steps=2, seed=7, resume=True)

@@ -71,7 +71,7 @@ class RunFolder:
         file = path / RUN_FILE
         if file.exists() and not resume:
             raise InputError(
-                f"run_folder: {path} has a run; continue it with --resume, or name another folder"
+                f"run_folder: got {path}, which has a run; continue it with --resume, or name another folder"
             )
         if not file.exists() and (path / TRAJECTORIES_FILE).exists():
             raise InputError(

@@ -152,10 +152,12 @@ def _open_source(text: str) -> Iterable[Any]:
     match = _DATASET.fullmatch(text)
     near = did_you_mean_path(path)
     # A name of one word without a split may be that of a file; one of a dataset may have its split.
-    is_file_name = match is None or path.suffix in (".jsonl", ".json") or text.startswith((".", "/", "~"))
-    if is_file_name or (near and match["split"] is None and "/" not in text):
+    is_file_name = path.suffix in (".jsonl", ".json") or text.startswith((".", "/", "~"))
+    if match is None or is_file_name or (near and match["split"] is None and "/" not in text):
         problem = "is no file" if path.exists() else "does not exist"
-        raise InputError(f"tasks: {text} {problem}, expected a JSONL or Parquet file, or NAME:SPLIT{near}")
+        raise InputError(
+            f"tasks: got {text}, which {problem}, expected a JSONL or Parquet file, or NAME:SPLIT{near}"
+        )
     return _load_dataset(match["name"], match["split"] or _DEFAULT_SPLIT)
 
 
@@ -180,7 +182,7 @@ def _read_parquet(path: Path) -> Iterable[Any]:
         table = pq.read_table(path)
     except FileNotFoundError as error:
         raise InputError(
-            f"tasks: {path} does not exist, expected a JSONL or Parquet file, or NAME:SPLIT"
+            f"tasks: got {path}, which does not exist, expected a JSONL or Parquet file, or NAME:SPLIT"
             f"{did_you_mean_path(path)}"
         ) from error
     except (OSError, pa.ArrowInvalid) as error:

@@ -138,7 +138,7 @@ class Trainer(Generic[T]):
         checkpoint = find_checkpoint(self.run_folder)
         if not resume and (checkpoint is not None or (self.run_folder / METRICS_FILE).exists()):
             raise InputError(
-                f"run_folder: {self.run_folder} has a run; pass resume=True to continue it, or another folder"
+                f"run_folder: got {self.run_folder}, which has a run; resume it, or name another folder"
             )
         is_resumed = checkpoint is not None or (self.run_folder / METRICS_FILE).exists()
         self.run_folder.mkdir(parents=True, exist_ok=True)

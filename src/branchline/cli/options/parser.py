@@ -93,10 +93,10 @@ def make_options(command: Command, schema: OptionSchema, given: Mapping[str, Giv
 
 
 def name_option(command: Command, problem: str) -> str:
-    """The problem of a running command; the option that it begins with is named as it is typed."""
-    name, colon, rest = problem.partition(":")
+    """The problem of a running command; an option of which it says what it got is named as it is typed."""
+    name, got, rest = problem.partition(": got ")
     option = OptionSchema(command.options).options.get(name)
-    return f"{option.flag}{colon}{rest}" if option is not None else problem
+    return f"{option.flag}{got}{rest}" if option is not None else problem
 
 
 def to_yaml(schema: OptionSchema, given: Mapping[str, object]) -> str:

@@ -139,7 +139,7 @@ def choose_settings(settings: DemoSettings, run_folder: Path, *, resume: bool) -
         return DemoSettings(**json.loads(file.read_text()))
     if file.exists():
         raise InputError(
-            f"run_folder: {run_folder} has a run; continue it with --resume, or name another one"
+            f"run_folder: got {run_folder}, which has a run; continue it with --resume, or name another one"
         )
     return settings
 
