@@ -93,23 +93,36 @@ def test_an_edited_history_whose_question_was_delegated_is_no_sub_agent() -> Non
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
+    st.sampled_from(["", "helper"]),
 )
-@example(0, [(0, "none"), (1, "delete_answer")], False, False, False)
-@example(1, [(2, "edit_first")], False, True, False)
-@example(2, [(0, "none"), (1, "edit_answer")], True, False, True)
+@example(0, [(0, "none"), (1, "delete_answer")], False, False, False, False, "")
+@example(1, [(2, "edit_first")], False, True, False, False, "")
+@example(2, [(0, "none"), (1, "edit_answer")], True, False, True, False, "")
+@example(3, [(1, "none")], False, False, False, True, "")
+@example(4, [(1, "none")], False, False, False, True, "helper")
+@example(5, [(1, "delete_answer")], True, False, False, False, "")
+@example(6, [(1, "delete_answer")], True, False, False, True, "helper")
 def test_random_episodes_with_sub_agents_have_the_known_main_history(
-    seed: int, turns: list[tuple[int, str]], same_task: bool, strip: bool, last_tools: bool
+    seed: int,
+    turns: list[tuple[int, str]],
+    same_task: bool,
+    strip: bool,
+    last_tools: bool,
+    has_system_prompt: bool,
+    sub_agent: str,
 ) -> None:
     random = Random(seed)
     session = Session("s", ToyCodec.chatml(strip_thinking=strip))
-    messages: list[Message] = []
+    system = [Message("system", "You are an agent.")] if has_system_prompt else []
+    messages = system[:]
     answers: list[str] = []
 
-    def ask(shown: list[Message], tools: Sequence[Mapping[str, object]] = ()) -> Message:
+    def ask(shown: list[Message], tools: Sequence[Mapping[str, object]] = (), agent: str = "") -> Message:
         answers.append(f"This is answer number {len(answers)}.")
         reasoning = random.choice(["", "I think."])
         reply = Message("assistant", answers[-1], reasoning_content=reasoning)
-        return commit_reply(session, shown, reply, tools=tuple(tools))
+        return commit_reply(session, shown, reply, tools=tuple(tools), agent=agent)
 
     for turn, (sub_agents, edit) in enumerate(turns):
         quoted = f" It said: {random.choice(answers)}" if answers and random.random() < 0.3 else ""
@@ -117,7 +130,7 @@ def test_random_episodes_with_sub_agents_have_the_known_main_history(
         messages.append(Message("user", question + quoted))
         if sub_agents:
             tasks = [
-                question if same_task and turn and not quoted else f"Look for key {turn}",
+                question if same_task and not quoted else f"Look for key {turn}",
                 f"And for {turn}",
             ]
             calls = [
@@ -127,7 +140,7 @@ def test_random_episodes_with_sub_agents_have_the_known_main_history(
             call = Message("assistant", "", tool_calls=tuple(calls))
             messages.append(commit_reply(session, messages, call, tools=TOOLS))
             for task, one in zip(tasks, calls, strict=False):
-                answer = ask([Message("user", task)])
+                answer = ask([*system, Message("user", task)], agent=sub_agent)
                 messages.append(Message("tool", f"Result: {answer.content}", tool_call_id=one.id))
         messages.append(ask(messages, TOOLS))
         messages = edited(messages, edit, random)

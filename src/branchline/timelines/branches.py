@@ -77,7 +77,7 @@ class Branches:
         if branch.is_sampled:
             return []
         messages: list[Message] = []
-        node: Node | None = self._tree.nodes[self.first_call(branch).prompt_node]
+        node: Node | None = self._tree.nodes[self.agent_call(branch).prompt_node]
         while node is not None and node is not branch.parent:
             messages.append(node.message)
             node = node.parent
@@ -86,7 +86,7 @@ class Branches:
     def shared_keys(self, sibling: Node, branch: Node) -> list[bytes]:
         """Returns the keys of the messages that the first prompt of a branch shares with a path through a
         sibling: with the path that is older than the branch and shares most, then the deepest one."""
-        call = self.first_call(branch)
+        call = self.agent_call(branch)
         keys = {message.key for message in self.prompt_messages_below(branch)}
         tour = self._tour
         best = 0.0
@@ -227,7 +227,7 @@ class Branches:
             return True
         following = messages[repeated[-1] + 1 :]
         is_in_turn = bool(messages[repeated[-1]].tool_calls) and all(one.role != "user" for one in following)
-        omits_instructions = not new and self.first_call(sibling).has_instructions
+        omits_instructions = not new and self.agent_call(sibling).has_instructions
         return not (is_in_turn or omits_instructions or _is_mostly_equal(new, old))
 
     def have_one_system_prompt(self, one: Node, other: Node) -> bool:

@@ -153,7 +153,7 @@ class _Classifier:
             return children
         first = children[0]
         is_main_answer = first.is_sampled and first.agent == self._main_agent
-        if is_main_answer or self._may_be_main(first):
+        if (is_main_answer and not self._signals.is_delegated(first)) or self._may_be_main(first):
             return children
         for index, child in enumerate(children):
             if self._may_be_main(child):
@@ -163,8 +163,15 @@ class _Classifier:
     def _may_be_main(self, child: Node) -> bool:
         call = self._signals.agent_call(child)
         return (
-            call.agent == self._main_agent and not call.spawned_by and not self._signals.is_side_call(child)
+            call.agent == self._main_agent
+            and not call.spawned_by
+            and not self._signals.is_delegated(child)
+            and not self._signals.is_side_call(child)
         )
+
+    def _begins_other_agent(self, output: Node) -> bool:
+        """Whether an output is another agent's, whose whole task the main conversation shows too."""
+        return output.agent != self._main_agent or self._signals.is_delegated(output)
 
     def _classify(
         self, parent: Node, branch: Node, earlier: Sequence[Node], outputs: _SiblingOutputs
@@ -174,7 +181,10 @@ class _Classifier:
             return sibling, self._classify_context(parent, branch, sibling)
         if not outputs:
             # The first child is a context message; it is what diverged from this output.
-            return earlier[0], self._classify_context(parent, earlier[0], branch)
+            if not self._begins_other_agent(branch):
+                return earlier[0], self._classify_context(parent, earlier[0], branch)
+            self._add_spawn_edge(self._signals.spawning_node(branch), branch)
+            return earlier[0], Cause.SUB_AGENT
         if branch.agent not in outputs.agents and branch.agent != self._main_agent:
             # Another agent with an identical prompt continues its own answer.
             self._add_spawn_edge(self._signals.spawning_node(branch), branch)
