@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from random import Random
 
 import numpy as np
@@ -125,6 +126,45 @@ def test_answers_that_contradict_each_other_stay_apart_and_are_counted(other: Lo
     assert merged.contradicting == [2]
     assert [repeated.line for repeated in merged.repeated] == [3]
     assert len(export_samples(merged.tree).samples) == 2
+
+
+def test_the_ids_of_a_prompt_are_those_of_all_choices_of_its_response() -> None:
+    whole = replace(call(1, answer(0), answer(1)), prompt_ids=None)
+    for order in ([whole, call(2, answer(1))], [call(0, answer(1)), whole]):
+        export = export_samples(merge(order).tree)
+        assert sorted(sample.response_ids.tolist() for sample in export.samples) == [[4, 10], [4, 11]]
+        assert export.report.dropped == ()
+    # Where the lines of a response have different ones, none of them is chosen.
+    others = [replace(call(line, answer(line)), prompt_ids=as_ids([1, line])) for line in (2, 3)]
+    export = export_samples(merge([whole, *others]).tree)
+    assert [(entry.reason, entry.tokens) for entry in export.report.dropped] == [("inexact", 2)] * 2
+    elsewhere = replace(whole, id="another")
+    export = export_samples(merge([elsewhere, call(2, answer(1))]).tree)
+    assert len(export.samples) == 1
+
+
+@pytest.mark.parametrize("drifted", [True, False])
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_answer_that_was_cut_off_is_not_trained_because_a_call_repeats_its_text(
+    drifted: bool, finished: bool
+) -> None:
+    """The client repeats the answer that it got; that is the finished one of two equal answers."""
+    request = Request((Message("user", "q"), Message("assistant", "answer 0"), Message("user", "z")))
+    prompt = [1, 9, 3, 4, 10, 7] if drifted else [1, 2, 3, 4, 10, 7]
+    later = LoggedCall(request, (LoggedOutput(Message("assistant", "end"), as_ids([8])),), as_ids(prompt))
+    cut = call(0, answer(0, finish="cancelled"), name="cut")
+    log = [cut, *([call(0, answer(0), name="whole")] if finished else []), replace(later, id="later")]
+    for order in permutations(log):
+        tree = merge([replace(one, line=line) for line, one in enumerate(order)]).tree
+        export = export_samples(tree, ExportPolicy(include_missing_logprobs=True))
+        trained = {name for sample in export.samples for name in sample.calls}
+        if drifted or finished:
+            assert trained == {one.id for one in log[1:]}
+            assert [(entry.reason, entry.call, entry.tokens) for entry in export.report.dropped] == [
+                ("cancelled", "cut", 2)
+            ]
+        else:  # What a call continues, it got.
+            assert trained == {"cut", "later"}
 
 
 def test_outputs_of_one_line_are_no_copies_whatever_their_indices_are() -> None:

@@ -22,7 +22,8 @@ one line of CALLS.jsonl (wrapped here):
   reward null, and their session to find it by.
 
   A choice without a finish_reason (null, "" or no such key) was cut off: it is counted (dropped, cancelled)
-  and not trained. If the logger leaves finish_reason out, write the server's: "stop", "length", "tool_calls".
+  and not trained, unless a later call continues it. If the logger leaves finish_reason out, write the
+  server's: "stop", "length", "tool_calls".
   usage is optional; its prompt_tokens and completion_tokens must be the numbers of the token ids.
 
   response may also be a stream: a list of chunks, or the text of server-sent events. A response with several

@@ -365,11 +365,13 @@ def _parents_first(links: Sequence[Link | None], sources: Sequence[dict[int, Out
 
 
 def _find_sources(calls: Sequence[LoggedCall], links: Sequence[Link | None]) -> list[dict[int, OutputRef]]:
-    """Returns for each call the outputs that its context messages repeat, by message position."""
+    """Returns for each call the outputs that its context messages repeat, by message position. An output that
+    was cut off is none of them: only a call that continues it shows that it reached its client."""
     outputs: dict[bytes, list[OutputRef]] = {}
     for index, call in enumerate(calls):
         for choice, output in enumerate(call.outputs):
-            outputs.setdefault(output.message.key, []).append((index, choice))
+            if not output.is_cut:
+                outputs.setdefault(output.message.key, []).append((index, choice))
     sources: list[dict[int, OutputRef]] = []
     scopes = _scopes(calls)
     for index, (call, link) in enumerate(zip(calls, links, strict=True)):

@@ -2,7 +2,8 @@
 
 An answer is known by the id of its response and its index. Lines with the same prompt and the same answer are
 copies of it, unless one contradicts the other; what one copy lacks (ids, logprobs, the finish reason, the
-reasoning) comes from the others. So every answer is one output, whatever the order of the lines.
+reasoning) comes from the others. The ids of the prompt are those of the response, so any of its lines tells
+them. So every answer is one output, whatever the order of the lines.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def join_copies(calls: Iterable[LoggedCall]) -> Copies:
     """Returns the calls in the order of their lines, each answer in the line that knows most of it. A call of
     which some choices were cut off and others not becomes two: those are delivered, these are not."""
     # Sorted, because the earlier line wins if nothing else decides.
-    calls = sorted(calls, key=lambda call: call.line)
+    calls = _with_known_prompts(sorted(calls, key=lambda call: call.line))
     answers = {
         (number, choice): _Answer(call.prompt_ids, output)
         for number, call in enumerate(calls)
@@ -106,6 +107,21 @@ def join_copies(calls: Iterable[LoggedCall]) -> Copies:
             group = repeated if is_copy else kept
             group.append(replace(call, prompt_ids=part_answers[0].prompt_ids, outputs=outputs))
     return Copies(kept, repeated, sorted(contradicting))
+
+
+def _with_known_prompts(calls: Sequence[LoggedCall]) -> list[LoggedCall]:
+    """Returns the calls with the prompt ids that another line of their response has, unless its lines have
+    different ones."""
+    prompts: dict[object, dict[bytes, Ids]] = {}
+    for call in calls:
+        if call.id and call.prompt_ids is not None:
+            prompts.setdefault(call.response_key, {}).setdefault(call.prompt_ids.tobytes(), call.prompt_ids)
+
+    def with_prompt(call: LoggedCall) -> LoggedCall:
+        known = prompts.get(call.response_key, {}) if call.id and call.prompt_ids is None else {}
+        return replace(call, prompt_ids=next(iter(known.values()))) if len(known) == 1 else call
+
+    return [with_prompt(call) for call in calls]
 
 
 def _join(places: Sequence[Place], answers: dict[Place, _Answer]) -> set[Place]:
