@@ -181,9 +181,18 @@ def test_the_usage_of_a_line_may_be_that_of_its_response(tmp_path: Path, indices
         assert len(read_log(write_log(tmp_path, *lines))) == len(indices)
 
 
+def without_ids(line: Any) -> Any:
+    line["response"]["choices"][0]["token_ids"] = None
+    return line
+
+
 @pytest.mark.parametrize(
     ("lines", "bad"),
     [
+        # A line without ids has the count of its choice, whose ids another line has, or of the response.
+        ([without_ids(choice_line(0, 2)), choice_line(0, 5), choice_line(1, 5, ids=3)], []),
+        ([without_ids(choice_line(0, 5)), choice_line(0, 5), choice_line(1, 5, ids=3)], []),
+        ([without_ids(choice_line(0, 3)), choice_line(0, 5), choice_line(1, 5, ids=3)], [1]),
         # An id of the second choice is missing; which choice it is, nothing tells.
         ([choice_line(0, 4), choice_line(1, 4, ids=1)], [1, 2]),
         ([choice_line(0, 2), choice_line(1, 2, ids=1)], [2]),

@@ -285,20 +285,26 @@ def find_miscounted(calls: Iterable[LoggedCall]) -> Iterator[tuple[int, MessageE
         responses.setdefault(call.response_key, []).append(call)
     for lines in responses.values():
         lengths: dict[tuple[int, int], int | None] = {}
+        keys_of_line: list[list[tuple[int, int]]] = []
         for call in lines:
+            keys_of_line.append([])
             numbers: Counter[int] = Counter()  # A line may have several choices of one index.
             for output in call.outputs:
                 key = output.index, numbers[output.index]
                 numbers[output.index] += 1
-                known = lengths.get(key)
-                lengths[key] = known if output.ids is None else max(known or 0, len(output.ids))
+                keys_of_line[-1].append(key)
+                length = lengths.get(key)
+                lengths[key] = length if output.ids is None else max(length or 0, len(output.ids))
         expected = max(max(lengths)[0] + 1, *(call.choices for call in lines))
         total = sum(length or 0 for length in lengths.values())
         is_complete = len(lengths) >= expected and None not in lengths.values()
-        for call in lines:
+        for call, keys in zip(lines, keys_of_line, strict=True):
             counted, ids = call.counted_tokens, [output.ids for output in call.outputs]
             own = sum(len(one) for one in ids if one is not None)
             if counted is None or (own == counted and all(one is not None for one in ids)):
+                continue
+            known = [lengths[key] for key in keys]  # of this line's choices, from any line
+            if None not in known and counted == sum(length or 0 for length in known):
                 continue
             is_cut = any(output.is_cut for output in call.outputs)
             if counted < own and not is_cut:
