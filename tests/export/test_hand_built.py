@@ -8,6 +8,7 @@ import json
 import logging
 import pickle
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import datetime
 from random import Random
@@ -401,6 +402,90 @@ def test_the_same_response_is_one_answer_however_much_each_history_kept_of_it(le
         ).samples
         assert (sample.exact, sample.missing_logprobs, set(sample.shares.tolist())) == (True, 0, {1.0})
         assert sample.prompt_ids.tolist() == first["prompt_token_ids"]
+
+
+FACTS = ("prompt_token_ids", "token_ids", "logprobs", "finish_reason", "id")
+
+
+def keep(response: dict[str, Any], facts: Collection[str]) -> dict[str, Any]:
+    """Returns what a program kept of a response: a bare choice if its id is not kept."""
+    raw = {key: value for key, value in response["choices"][0].items() if key in facts or key not in FACTS}
+    if "token_ids" in raw and "logprobs" in raw:
+        raw["logprobs"] = {"content": [{**entry, "token": ""} for entry in raw["logprobs"]["content"]]}
+    raw.setdefault("finish_reason", None)
+    prompt = {"prompt_token_ids": response["prompt_token_ids"]} if "prompt_token_ids" in facts else {}
+    return {"id": response["id"], "choices": [raw], **prompt} if "id" in facts else {**raw, **prompt}
+
+
+@given(
+    st.lists(st.sets(st.sampled_from(FACTS)), max_size=4),
+    st.integers(0, 2**32),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_copies_of_an_answer_tell_together_what_is_known_of_it(
+    kept: list[set[str]], seed: int, drifted: bool, cut: bool
+) -> None:
+    random = Random(seed)
+    _, (first, _) = thinking_session()
+    (choice,) = first["choices"]
+    choice["finish_reason"] = "length" if cut else "stop"
+    if drifted:  # other ids than the codec's
+        entries = choice["logprobs"]["content"]
+        choice["token_ids"], choice["logprobs"] = (
+            [*choice["token_ids"][:-1], 5, 260],
+            {"content": [*entries, entries[-1]]},
+        )
+        first["prompt_token_ids"][0] += 1
+    # Together they tell all; each fact is in one copy at least.
+    copies = [*kept, set(), set()]
+    for fact in FACTS:
+        if not any(fact in facts for facts in copies):
+            random.choice(copies).add(fact)
+    question = user("What is 2+2?")
+    main, *others = [[question, keep(first, facts)] for facts in copies]
+    trajectory = Trajectory(
+        messages_and_choices=main,
+        additional_histories=[History(messages_and_choices=items) for items in others],
+        codec=STRIPPING,
+        policy=ALL,
+    )
+    (sample,) = trajectory.samples
+    assert (sample.exact, sample.finish_reason) == (True, choice["finish_reason"])
+    assert sample.prompt_ids.tolist() == first["prompt_token_ids"]
+    assert sample.response_ids.tolist() == choice["token_ids"]
+    assert set(sample.shares.tolist()) == {1.0}
+    assert trajectory.report is not None
+    assert trajectory.report.sampled_tokens == len(choice["token_ids"])
+    assert trajectory.finished is not cut
+
+
+def test_how_a_text_ended_decides_for_all_its_copies_whether_it_has_a_stop_token() -> None:
+    question = user("x")
+    told, untold = ({"id": "r", "choices": [answered("hi", finish_reason=how)]} for how in ("length", None))
+    for one, other in ((told, untold), (untold, told)):
+        trajectory = Trajectory(
+            messages_and_choices=[question, one],
+            additional_histories=[History(messages_and_choices=[question, other])],
+            codec=STRIPPING,
+            policy=ALL,
+        )
+        (sample,) = trajectory.samples
+        assert (sample.response_ids.tolist(), sample.finish_reason) == ([*b"hi"], "length")
+
+
+def test_a_text_that_may_be_two_answers_tells_nothing_of_them() -> None:
+    question = user("x")
+    ids = [answered("hi", token_ids=[*b"hi", extra, 260]) for extra in (1, 2)]
+    text = answered("hi", prompt_token_ids=[1, 2])
+    main, *others = [[question, one] for one in (*ids, text)]
+    trajectory = Trajectory(
+        messages_and_choices=main,
+        additional_histories=[History(messages_and_choices=items) for items in others],
+        codec=STRIPPING,
+        policy=ALL,
+    )
+    assert [sample.exact for sample in trajectory.samples] == [False, False]
 
 
 def test_equal_answers_of_two_responses_are_two_answers() -> None:

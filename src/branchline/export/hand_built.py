@@ -3,7 +3,8 @@
 Each choice is a call of its own, and is exact if the server gave the ids of its prompt and of its answer: the
 tree then has exactly these ids, whatever is known of other choices. What a choice lacks comes from a codec,
 which renders the prompt and encodes the answer; such a choice is inexact. An answer that occurs in several
-histories is one answer. It is known by its ids; without those of its prompt, by its conversation and ids.
+histories is one answer, with all that any of them tells. It is known by its ids, or by its conversation and
+its text where nothing that was given tells two answers apart.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def build_tree(
     if codec is not None and codec.vocab_size is not None:
         _check_vocabulary(placed, codec.vocab_size)
     _check_counts(placed)
-    placed = _with_known_ids(placed)
+    placed = _with_known_facts(placed)
     missing = next(((place, choice) for place, choice in placed if not choice.is_exact), None)
     if missing is not None and codec is None:
         name = "token_ids" if missing[1].output.ids is None else "prompt_token_ids"
@@ -144,33 +145,58 @@ def _check_vocabulary(placed: Sequence[tuple[str, SampledChoice]], vocab_size: i
                 raise MessageError(f"{place}.{name}", int(ids.max()), f"ids below {vocab_size}, the codec's")
 
 
-def _with_known_ids(placed: Sequence[tuple[str, SampledChoice]]) -> list[tuple[str, SampledChoice]]:
-    """Fills in what is not known of a choice and is known of the same choice in another history: one with the
-    same conversation and answer, whose ids are the same, or whose response is."""
-    if all(choice.is_exact and choice.output.logprobs is not None for _, choice in placed):
+def _with_known_facts(placed: Sequence[tuple[str, SampledChoice]]) -> list[tuple[str, SampledChoice]]:
+    """Returns the choices, each with all that the histories tell of it. Choices with the same conversation
+    and the same text are one, unless something that was given (ids, logprobs, how it ended) tells them apart.
+    A choice that may be several others tells nothing of them."""
+    choices = [choice for _, choice in placed]
+    if all(
+        choice.is_exact and choice.output.logprobs is not None and not choice.output.is_cut
+        for choice in choices
+    ):
         return list(placed)
 
-    def conversation(choice: SampledChoice) -> tuple[bytes, bytes, bytes]:
-        request = choice.request
-        return request.message_keys, request.prompt_config_digest, choice.output.message.key
+    def order(number: int) -> tuple[bool, bool, bool, int]:
+        output = choices[number].output
+        return output.ids is None, choices[number].prompt_ids is None, output.logprobs is None, number
 
-    known: dict[tuple[bytes, bytes, bytes], list[SampledChoice]] = {}
-    for _, choice in placed:
-        if choice.is_exact:
-            known.setdefault(conversation(choice), []).append(choice)
+    same_text: dict[tuple[bytes, bytes, bytes], list[SampledChoice]] = {}
+    found: dict[int, tuple[list[SampledChoice], int]] = {}
+    for number in sorted(range(len(choices)), key=order):
+        choice, request = choices[number], choices[number].request
+        conversation = request.message_keys, request.prompt_config_digest, choice.output.message.key
+        known = same_text.setdefault(conversation, [])
+        fitting = [index for index, other in enumerate(known) if choice.may_be(other)]
+        found[number] = known, fitting[0] if fitting else len(known)
+        if not fitting:
+            known.append(choice)
+        elif len(fitting) == 1:
+            known[fitting[0]] = _filled(known[fitting[0]], choice)
 
-    def filled(choice: SampledChoice) -> SampledChoice:
-        for other in known.get(conversation(choice), ()):
-            is_named = bool(choice.response_id) and choice.response_id == other.response_id
-            if (is_named or choice.output.ids is not None) and choice.may_be(other):
-                prompt_ids = other.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
-                output = choice.output
-                if output.ids is None or output.logprobs is None:
-                    output = replace(output, ids=other.output.ids, logprobs=other.output.logprobs)
-                return replace(choice, prompt_ids=prompt_ids, output=output)
-        return choice
+    def joined(number: int) -> SampledChoice:
+        choice, (known, index) = choices[number], found[number]
+        name = choice.response_id or known[index].response_id
+        return replace(known[index], request=choice.request, index=choice.index, response_id=name)
 
-    return [(place, filled(choice)) for place, choice in placed]
+    return [(place, joined(number)) for number, (place, _) in enumerate(placed)]
+
+
+def _filled(choice: SampledChoice, other: SampledChoice) -> SampledChoice:
+    """Returns a choice with what `other`, which knows no more of its ids, tells besides."""
+    mine, theirs = choice.output, other.output
+    output = replace(mine, finish_reason=(theirs if mine.is_cut else mine).finish_reason)
+    if not mine.message.reasoning_content and theirs.message.reasoning_content:
+        output = replace(output, message=theirs.message)
+    fits = mine.ids is None or theirs.logprobs is None or len(theirs.logprobs) == len(mine.ids)
+    if mine.logprobs is None and fits:
+        output = replace(output, logprobs=theirs.logprobs, token_texts=theirs.token_texts)
+    return replace(
+        choice,
+        output=output,
+        prompt_ids=other.prompt_ids if choice.prompt_ids is None else choice.prompt_ids,
+        response_id=choice.response_id or other.response_id,
+        choice_index=other.choice_index if choice.choice_index is None else choice.choice_index,
+    )
 
 
 def _exact_answer(place: str, choice: SampledChoice) -> _Answer:
@@ -225,13 +251,14 @@ def _distinct(answers: Sequence[_Answer]) -> tuple[list[_Answer], list[int]]:
 def _contradiction(answer: _Answer, first: _Answer) -> MessageError:
     """Returns the error for a choice that has another answer in an earlier history."""
     mine, theirs = answer.choice.output, first.choice.output
+    given = mine.ids is not None and theirs.ids is not None  # not encoded
     facts: list[tuple[str, object, object]] = [
-        ("token_ids", answer.ids.tolist(), first.ids.tolist()),
+        *([("token_ids", answer.ids.tolist(), first.ids.tolist())] if given else []),
         ("message", mine.message.content, theirs.message.content),
         ("logprobs", _to_list(answer.logprobs), _to_list(first.logprobs)),
         ("finish_reason", mine.finish_reason, theirs.finish_reason),
     ]
-    field, got, expected = next((fact for fact in facts if fact[1] != fact[2]), facts[1])
+    field, got, expected = next((fact for fact in facts if fact[1] != fact[2]), facts[-3])
     source = f"{first.place}, which is choice {answer.choice.choice_index} of {answer.choice.response_id!r}"
     return MessageError(f"{answer.place}.{field}", got, f"{reprlib.repr(expected)}, as {source}")
 

@@ -58,6 +58,11 @@ class SampledChoice:
         return (
             self.response_id in ("", other.response_id or self.response_id)
             and (self.choice_index is None or other.choice_index in (None, self.choice_index))
+            and (
+                self.prompt_ids is None
+                or other.prompt_ids is None
+                or np.array_equal(self.prompt_ids, other.prompt_ids)
+            )
             and (mine.ids is None or theirs.ids is None or np.array_equal(mine.ids, theirs.ids))
             and (mine.is_cut or theirs.is_cut or mine.finish_reason == theirs.finish_reason)
             and (
