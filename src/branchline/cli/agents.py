@@ -155,7 +155,7 @@ def _loop_runner(options: AgentOptions, name: str) -> Runner:
     )
 
 
-def check_tasks(runners: Mapping[str, Runner], tasks: Sequence[RolloutTask]) -> None:
+def check_tasks(runners: Mapping[str, Runner], tasks: Sequence[RolloutTask], what: str = "tasks") -> None:
     """Raises InputError for an agent, a tool or an interaction that is unknown, before a model is loaded."""
     from branchline.rollout.runners import LoopRunner, select_runner
 
@@ -165,7 +165,7 @@ def check_tasks(runners: Mapping[str, Runner], tasks: Sequence[RolloutTask]) -> 
             if isinstance(runner, LoopRunner):
                 runner.check(task)
         except InputError as error:
-            raise InputError(f"tasks[{index}].{error}") from error
+            raise InputError(f"{what}[{index}].{error}") from error
 
 
 def build_reward(options: AgentOptions) -> RewardFunction | VerifierCommand | None:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from branchline.cli.commands.train import TrainOptions
 from branchline.cli.observability import Observability, configure_observability
 from branchline.cli.progress import describe_time
 from branchline.cli.run_folders import keep_config, new_run_folder
-from branchline.core.errors import EpisodesFailedError
+from branchline.core.errors import EpisodesFailedError, InputError, MissingExtraError
 from branchline.engines.hf_config import HfConfig
 from branchline.train.config import TrainerConfig
 
@@ -40,13 +40,20 @@ def run(options: TrainOptions) -> str | tuple[str, int]:
         # longer on busy ones.
         torch.set_num_threads(1)
     tasks = read_tasks(options.agents.tasks)
-    runners = build_runners(options.agents, tasks)
+    try:
+        held_out = [] if options.eval is None else read_tasks(options.eval)
+    except InputError as error:
+        text = str(error)
+        raise InputError(text.replace("tasks:", "eval:", 1) if text.startswith("tasks:") else text) from error
+    runners = build_runners(options.agents, [*tasks, *held_out])
     check_tasks(runners, tasks)
+    check_tasks(runners, held_out, "eval")
+    rows, held_out_rows = ([task.row for task in part] for part in (tasks, held_out))
     folder = options.run_folder or new_run_folder("train")
     check_run_folder(folder, resume=options.resume)
     observability = configure_observability(options.logs)
     try:
-        return _train(options, folder, runners, [task.row for task in tasks], observability)
+        return _train(options, folder, runners, rows, held_out_rows, observability)
     finally:
         observability.close()
 
@@ -56,12 +63,15 @@ def _train(
     folder: Path,
     runners: Mapping[str, Runner],
     tasks: Sequence[dict[str, Any]],
+    eval_tasks: Sequence[dict[str, Any]],
     observability: Observability,
 ) -> str | tuple[str, int]:
     from branchline.rollout.runners import DispatchRunner
     from branchline.train.demo import MODEL_FOLDER
+    from branchline.train.held_out import describe_evaluation
     from branchline.train.trainer import Trainer
 
+    console = Console(file=sys.stderr if options.json else None)
     trainer: Trainer[Any] = Trainer(
         options.model or MODEL_FOLDER,
         DispatchRunner(runners),
@@ -74,10 +84,11 @@ def _train(
         gateway=options.gateway,
         observers=observability.observers,
         on_session_end=observability.on_end,
+        eval_tasks=eval_tasks,
+        on_evaluation=lambda metrics: console.print(describe_evaluation(metrics), highlight=False),
     )
     if not options.resume:
         keep_config(folder, options)
-    console = Console(file=sys.stderr if options.json else None)
     try:
         metrics = asyncio.run(_run(trainer, console))
     except EpisodesFailedError as error:
@@ -88,6 +99,7 @@ def _train(
         console.print(f"interrupted; continue with: {command}", highlight=False)
         raise
     outcome = _summarise(metrics, folder)
+    _draw(metrics, folder)
     if options.json:
         return json.dumps(outcome) + "\n"
     return (
@@ -122,13 +134,41 @@ async def _run(trainer: Trainer[Any], console: Console) -> list[dict[str, float]
 
 
 def _summarise(metrics: Sequence[dict[str, float]], folder: Path) -> dict[str, Any]:
+    from branchline.train.held_out import GREEDY, SAMPLED, is_evaluation
+
+    evaluations = [line for line in metrics if is_evaluation(line)]
+    metrics = [line for line in metrics if not is_evaluation(line)]
     rewards = [line["reward"] for line in metrics]
     size = max(1, len(rewards) // 10)
+    scores = (
+        {
+            name: {key: line[key] for key in (GREEDY, SAMPLED) if key in line}
+            for name, line in (("first_eval", evaluations[0]), ("last_eval", evaluations[-1]))
+        }
+        if evaluations
+        else {}
+    )
     return {
         "steps": len(metrics),
         "first_reward": sum(rewards[:size]) / size if rewards else 0.0,
         "last_reward": sum(rewards[-size:]) / size if rewards else 0.0,
         "sampled_tokens": int(sum(line["sampled_tokens"] for line in metrics)),
         "delivered_tokens": int(sum(line["delivered_tokens"] for line in metrics)),
+        **scores,
         "run_folder": str(folder),
     }
+
+
+def _draw(metrics: Sequence[dict[str, float]], folder: Path) -> None:
+    """Draws the rewards of the steps and of the evaluations, if matplotlib is there."""
+    from branchline.train.demo.curves import Curve, plot_curves
+    from branchline.train.held_out import GREEDY, SAMPLED, is_evaluation
+
+    rewards = [line["reward"] for line in metrics if not is_evaluation(line)]
+    curves = [Curve("mean reward of a step", rewards)]
+    for name, key in (("eval, greedy", GREEDY), ("eval, as sampled", SAMPLED)):
+        if points := [(line["step"], line[key]) for line in metrics if key in line]:
+            steps, values = zip(*points, strict=True)
+            curves.append(Curve(name, values, steps=steps))
+    with suppress(MissingExtraError):
+        plot_curves(folder / "reward.png", folder.name, curves)

@@ -140,6 +140,8 @@ class TrainerConfig:
     """Steps between checkpoints; the last step has one, too. None (null in a file): no step has one."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept."""
+    eval_every: int = option(10, needs={"eval": ()})
+    """Steps between evaluations; the model as it begins and that of the last step are evaluated, too."""
     seed: int = option(0, basic=True)
     """Seed of tasks and sampling."""
     deterministic: bool = False
@@ -151,7 +153,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("groups_per_step", 1), ("group_size", 2), ("max_staleness", 0),
                             ("checkpoint_every", 1), ("keep_checkpoints", 1),
-                            ("constant_length", 1)):  # fmt: skip
+                            ("constant_length", 1), ("eval_every", 1)):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < least:
                 raise InputError(f"{name}: got {value}, expected {least} or more")
         for name in ("episode_timeout_s", "reward_timeout_s"):

@@ -57,9 +57,11 @@ class EpisodeRunner:
         sampling: dict[str, Any] | None = None,
         timeout_s: float | None = None,
         reward_timeout_s: float | None = 600.0,
+        is_evaluation: bool = False,
     ) -> None:
         """`sampling` overrides the sampling parameters of the agent's requests, `timeout_s` is the time limit
-        of an agent and `reward_timeout_s` that of its reward."""
+        of an agent and `reward_timeout_s` that of its reward. What an evaluation overrides is not counted."""
+        self._is_evaluation = is_evaluation
         self._gateway = LocalGateway(gateway)
         self._store = gateway.sessions
         self._agent = agent
@@ -67,7 +69,7 @@ class EpisodeRunner:
         self._sessions = SessionRunner(
             self._gateway,
             None if reward is None else RewardScorer(reward, timeout_s=reward_timeout_s),
-            options={"sampling": sampling or {}},
+            options={"sampling": sampling or {}, "eval": is_evaluation},
             export_policy=export_policy,
             timeout_s=timeout_s,
             require_reward=True,
@@ -98,7 +100,8 @@ class EpisodeRunner:
         result = await self._sessions.run(job, self._agent)
         if result.end.cause is not None:
             log.warning("episode %s failed: %s", result.session, result.end.reason)
-        overridden.update(self._count_overridden(result.session))
+        if not self._is_evaluation:
+            overridden.update(self._count_overridden(result.session))
         await self._gateway.release(result.session)
         return result
 

@@ -27,6 +27,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -68,8 +69,9 @@ from branchline.train.checkpoints import (
 )
 from branchline.train.config import TrainerConfig as TrainerConfig
 from branchline.train.episodes import EpisodeGroup, EpisodeRunner
+from branchline.train.held_out import GREEDY, SAMPLED, evaluate, is_evaluation
 from branchline.train.layouts import FLEX
-from branchline.train.metrics import METRICS_FILE, MetricsLog
+from branchline.train.metrics import METRICS_FILE, MetricsLog, read_metrics
 from branchline.train.policy_update import PolicyUpdater
 from branchline.train.seeded_engine import SeededEngine
 
@@ -82,7 +84,7 @@ UNTRUNCATED: Mapping[str, None] = dict.fromkeys(
 distribution, and with a seed of the agent's all episodes of a group would be the same."""
 MAY_CHANGE = frozenset(
     {"steps", "max_staleness", "engine", "episode_timeout_s", "reward_timeout_s", "checkpoint_every",
-     "keep_checkpoints", "report_to", "learning_rate", "schedule", "passes", "max_grad_norm",
+     "keep_checkpoints", "eval_every", "report_to", "learning_rate", "schedule", "passes", "max_grad_norm",
      "max_batch_tokens"}
 )  # fmt: skip
 """Fields of TrainerConfig and of its `update` that a resumed run may have otherwise."""
@@ -121,12 +123,16 @@ class Trainer(Generic[T]):
         gateway: GatewayConfig | None = None,
         observers: Sequence[CallObserver] = (),
         on_session_end: Sequence[SessionObserver] = (),
+        eval_tasks: Sequence[T] = (),
+        on_evaluation: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         """`model` is a folder or a Hugging Face name. `agent` is a function of (task, session), another
         runner of `rollout/runners.py`, or the name of one. `tasks` is a sequence to draw from, or a function
         that draws one. `reward` is a function of (task, trajectory), for agents that return no reward. A run
         folder that has a checkpoint is continued with `resume` and refused without. `gateway` and the
-        observers are those of the gateway that records the sessions."""
+        observers are those of the gateway that records the sessions. `eval_tasks` are those on which the
+        policy is evaluated every `eval_every` steps; `on_evaluation` gets the metrics of each evaluation."""
+        self._eval_tasks, self._on_evaluation = tuple(eval_tasks), on_evaluation
         self._gateway_config = gateway or GatewayConfig()
         self._observers, self._on_session_end = tuple(observers), tuple(on_session_end)
         self.config = config = config or TrainerConfig()
@@ -202,19 +208,22 @@ class Trainer(Generic[T]):
                 observers=self._observers,
                 on_session_end=self._on_session_end,
             ) as gateway:
-                runner = EpisodeRunner(
+                sampling = {**UNTRUNCATED, "temperature": config.update.temperature, **config.sampling}
+                make_episodes = partial(
+                    EpisodeRunner,
                     gateway,
                     self._agent,
                     reward=self._reward,
                     export_policy=config.export_policy,
-                    sampling={
-                        **UNTRUNCATED,
-                        "temperature": config.update.temperature,
-                        **config.sampling,
-                    },
                     timeout_s=config.episode_timeout_s,
                     reward_timeout_s=config.reward_timeout_s,
                 )
+                runner = make_episodes(sampling=sampling)
+                evaluations = {
+                    GREEDY: make_episodes(sampling={**sampling, "temperature": 0.0}, is_evaluation=True),
+                    SAMPLED: make_episodes(sampling=sampling, is_evaluation=True),
+                }
+                await self._evaluate(evaluations)
                 try:
                     while self.step < config.steps:
                         started_at = time.perf_counter()
@@ -226,6 +235,7 @@ class Trainer(Generic[T]):
                         episodes_s = time.perf_counter() - started_at
                         metrics = await finish_despite_cancel(self._complete_step(engine, groups, started_at))
                         yield StepResult(self.step, {**metrics, "episodes_time": episodes_s}, groups)
+                        await self._evaluate(evaluations)
                 finally:
                     for batch in batches:
                         batch.cancel()
@@ -235,6 +245,19 @@ class Trainer(Generic[T]):
                 self._save_last()
             finally:
                 self._metrics.close()
+
+    async def _evaluate(self, runners: Mapping[str, EpisodeRunner]) -> None:
+        """Evaluates the policy if that is due after this step, and was not done before an interruption."""
+        is_due = self.step % self.config.eval_every == 0 or self.step == self.config.steps
+        if not self._eval_tasks or not is_due:
+            return
+        lines = read_metrics(self._metrics.path)
+        if any(is_evaluation(line) and line["step"] == self.step for line in lines):
+            return
+        metrics = await evaluate(runners, self._eval_tasks, self.step)
+        self._metrics.write(metrics)
+        if self._on_evaluation is not None:
+            self._on_evaluation(metrics)
 
     async def _run_episodes(self, runner: EpisodeRunner, index: int) -> list[EpisodeGroup]:
         """Runs the groups of a step. Its tasks depend on the seed and the step only."""
@@ -349,6 +372,7 @@ class Trainer(Generic[T]):
             "agent": describe_runner(self._agent),
             "reward": describe_reward(self._reward),
             "tasks": _describe_tasks(self._tasks),
+            **({"eval_tasks": _describe_tasks(self._eval_tasks)} if self._eval_tasks else {}),
             **{name: value for name, value in config.items() if name not in MAY_CHANGE},
             **{f"update.{name}": value for name, value in update.items()},
         }

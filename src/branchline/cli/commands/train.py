@@ -25,6 +25,9 @@ class TrainOptions:
     """Continue the run in --run-folder, as what it was."""
     device: str | None = option(None, metavar="NAME")
     """cpu or cuda; by default cuda if there is one."""
+    eval: str | None = option(None, basic=True, metavar="FILE")
+    """Tasks that are not trained: the model is scored on them before the first step, every --eval-every steps
+    and at the end, greedily and as it samples in training."""
     json: bool = option(False, basic=True)
     """Print the outcome as one JSON object."""
     agents: AgentOptions = group(AgentOptions, "agent and reward")
@@ -74,9 +77,9 @@ examples:
 """
 _DETAILS = f"""\
 {AGENT_HELP}
-The run folder has metrics.jsonl, config.json, config.yaml (the options, for --config) and checkpoints that
-transformers and `branchline serve --model` load. However a run ends, its last complete step is saved: by
-Ctrl-C, a failed agent, an error in an update. --resume continues from it, with the same settings.
+The run folder has metrics.jsonl, reward.png, config.json, config.yaml (the options, for --config) and
+checkpoints that transformers and `branchline serve --model` load. However a run ends, its last complete step
+is saved: by Ctrl-C, a failed agent, an error in an update. --resume continues from it, with its settings.
 
 Exit codes: 0 trained, 1 no episode of a step finished, 2 bad input, 130 interrupted.
 """

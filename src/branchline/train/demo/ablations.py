@@ -196,7 +196,7 @@ def plot_outcomes(path: Path, outcomes: Sequence[dict[str, Any]]) -> None:
         gap, foreign = (np.mean([run[name] for run in runs]) for name in ("logprob_gap", "never_sampled"))
         label = f"{variant}: {foreign:.1%} never sampled, logprob gap {gap:.0e}"
         low, high = (rewards.min(0), rewards.max(0)) if len(runs) > 1 else ((), ())
-        curves.append(Curve(label, rewards.mean(0).tolist(), list(low), list(high)))
+        curves.append(Curve(label, rewards.mean(0).tolist(), low=list(low), high=list(high)))
     plot_curves(path, "The archive task, trained on four versions of its sessions", curves, chance=CHANCE)
 
 

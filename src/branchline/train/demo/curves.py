@@ -15,6 +15,8 @@ class Curve:
 
     name: str
     values: Sequence[float]
+    steps: Sequence[float] = ()
+    """Their steps; none: 1, 2, and so on, whose values are smoothed."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     """The range of several seeds, if there is one."""
@@ -29,13 +31,17 @@ def check_matplotlib() -> None:
 def plot_curves(
     path: Path, title: str, curves: Sequence[Curve], *, chance: float | None = None, window: int = 5
 ) -> None:
-    """Writes a figure with the curves, each smoothed by a running mean, and the score of chance, if given."""
+    """Writes a figure with the curves, smoothed by a running mean unless they name their steps, and the score
+    of chance, if given."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
+        if curve.steps:
+            axes.plot(curve.steps, curve.values, label=curve.name, marker="o", markersize=3)
+            continue
         steps = range(1, len(curve.values) + 1)
         (line,) = axes.plot(steps, running_mean(curve.values, window), label=curve.name)
         if curve.low:
@@ -45,7 +51,9 @@ def plot_curves(
             axes.plot(steps, curve.values, color=line.get_color(), alpha=0.25, linewidth=1)
     if chance is not None:
         axes.axhline(chance, color="gray", linestyle=":", linewidth=1, label="chance")
-    axes.set(title=title, xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    axes.set(title=title, xlabel="step", ylabel="reward")
+    if all(0 <= value <= 1 for curve in curves for value in curve.values):
+        axes.set(ylim=(0, 1.02))
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     axes.grid(alpha=0.2)
     figure.savefig(path)
