@@ -32,4 +32,4 @@ def test_the_first_session_with_unnamed_agents_is_logged(
     with caplog.at_level(logging.WARNING, logger="branchline.sessions"):
         run(test)
     (warning,) = [entry.getMessage() for entry in caplog.records if "no agent name" in entry.getMessage()]
-    assert "1 conversations under other system prompts" in warning
+    assert "1 conversations beside the first" in warning

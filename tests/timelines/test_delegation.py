@@ -97,3 +97,13 @@ def test_a_sub_agent_that_ends_last_is_not_in_the_main_history(agent: str) -> No
     own = [SYSTEM, Message("user", "Look for the key."), Message("assistant", "The room 0 has a key.")]
     commit_reply(session, [*own, Message("user", "Look again.")], "No key there.", agent=agent)
     assert main_text(session) == "The last answer."
+
+
+@pytest.mark.parametrize(("agent", "count"), [("", 1), ("helper", 0)])
+def test_a_sub_agent_whose_task_no_call_contains_is_warned_about(agent: str, count: int) -> None:
+    session = Session("s", CODEC)
+    messages = delegate(session, [SYSTEM], ["Look for the key."])
+    commit_reply(session, [SYSTEM, Message("user", "Other words.")], "A key.", tools=TOOLS, agent=agent)
+    commit_reply(session, [*messages, LAST], "The last answer.", tools=TOOLS)
+    assert main_text(session) == "The last answer."
+    assert classify_forks(session.tree).unnamed_conversations == count

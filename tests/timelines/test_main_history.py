@@ -181,7 +181,7 @@ def test_agents_without_names_are_warned_about(solved: Session) -> None:
     assert report is not None
     assert report.unnamed_conversations == 1
     (warning,) = report.warnings
-    assert "1 conversations under other system prompts have no agent name" in warning
+    assert "1 conversations beside the first have no agent name" in warning
     assert report_from_json(report_to_json(report)) == report
 
 

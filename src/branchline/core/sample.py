@@ -182,7 +182,8 @@ class ExportReport:
     not_applied: Mapping[str, int] = field(default_factory=dict)
     """What calls asked for and nobody did (accepted, not applied), with the number of calls."""
     unnamed_conversations: int = 0
-    """Conversations under other system prompts that no agent name tells from the main history."""
+    """Conversations under other system prompts, or begun anew, that no agent name tells from the main
+    history."""
 
     @property
     def dropped_tokens(self) -> int:
@@ -194,9 +195,10 @@ class ExportReport:
         found: list[str] = []
         if self.unnamed_conversations:
             found.append(
-                f"{self.unnamed_conversations} conversations under other system prompts have no agent name: "
-                "they are taken for other agents and left out of the main history; name agents in the URL "
-                "(/agents/NAME/v1) or in the header x-branchline-agent"
+                f"{self.unnamed_conversations} conversations beside the first have no agent name: under "
+                "another system prompt they are taken for other agents and left out of the main history, "
+                "under the same one for its continuation; name agents in the URL (/agents/NAME/v1) or in the "
+                "header x-branchline-agent"
             )
         if self.not_applied:
             names = ", ".join(f"{name} ({count} calls)" for name, count in self.not_applied.items())

@@ -102,13 +102,14 @@ _warned_of_names: list[str] = []
 
 
 def warn_unnamed_conversations(session_id: str, report: ForkReport) -> None:
-    """Warns of the first session whose agents have other system prompts and no names."""
+    """Warns of the first session with conversations that no name tells from the main one."""
     if report.unnamed_conversations and not _warned_of_names:
         _warned_of_names.append(session_id)
         session_log.warning(
-            "session %s: %d conversations under other system prompts have no agent name; they are left out "
-            "of the main history. Name agents in the URL (/agents/NAME/v1) or in x-branchline-agent. Further "
-            "sessions are not logged: see `unnamed_conversations` in their reports.",
+            "session %s: %d conversations beside the first have no agent name; under another system prompt "
+            "they are left out of the main history, under the same one they are taken for its continuation. "
+            "Name agents in the URL (/agents/NAME/v1) or in x-branchline-agent. Further sessions are not "
+            "logged: see `unnamed_conversations` in their reports.",
             session_id,
             report.unnamed_conversations,
             extra={"session": session_id},

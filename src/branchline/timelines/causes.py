@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from branchline.core.call import Call, Delivery
+from branchline.core.call import DEFAULT_AGENT, Call, Delivery
 from branchline.core.context_edits import read_summary
 from branchline.core.sample import DropReason
 from branchline.timelines.alignment import has_reasoning
@@ -100,6 +100,9 @@ class ForkReport:
     undelivered: dict[int, DropReason] = field(default_factory=dict)
     """Sampled nodes that never reached a client, by node id."""
     edges: list[Edge] = field(default_factory=list)
+    begun_anew: int = 0
+    """Conversations without a name that begin with another question under the same system prompt and show no
+    answer: an edited first question, or another agent."""
     conversations: Conversations | None = None
     """None without calls."""
 
@@ -114,8 +117,9 @@ class ForkReport:
 
     @property
     def unnamed_conversations(self) -> int:
-        """The number of conversations under other system prompts that no name tells from the main one."""
-        return sum(fork.cause == Cause.OTHER_SYSTEM_PROMPT for fork in self.forks)
+        """The number of conversations that no name tells from the main one: under other system prompts, or
+        begun anew."""
+        return sum(fork.cause == Cause.OTHER_SYSTEM_PROMPT for fork in self.forks) + self.begun_anew
 
 
 def classify_forks(tree: Tree) -> ForkReport:
@@ -145,7 +149,17 @@ class _Classifier:
                 if branch.is_sampled:
                     outputs.add(branch)
         forks = self._mark_compactions(sorted(forks, key=lambda fork: fork.branch.id))
-        return ForkReport(forks, self._undelivered, self._edges, self._conversations(forks))
+        begun_anew = sum(map(self._begins_anew, forks))
+        return ForkReport(forks, self._undelivered, self._edges, begun_anew, self._conversations(forks))
+
+    def _begins_anew(self, fork: Fork) -> bool:
+        return (
+            fork.cause in (Cause.EDIT, Cause.UNKNOWN)
+            and not fork.branch.is_sampled
+            and fork.branch.message.role == "user"
+            and self._signals.agent_call(fork.branch).agent == DEFAULT_AGENT
+            and not self._signals.shows_answers(fork.branch)
+        )
 
     def _main_child_first(self, children: list[Node]) -> list[Node]:
         """Moves the main conversation before side calls (a title) and other agents that came before it."""
