@@ -268,7 +268,7 @@ def fail_in_the_second_weight_update(trainer: Trainer[str], monkeypatch: pytest.
 def fail_in_the_second_report(trainer: Trainer[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = SimpleNamespace(start=lambda *_: None, finish=lambda: None)
     tracker.log = fail_on_call(2, lambda *_: None, OSError("out of memory"))
-    monkeypatch.setattr(trainer._metrics, "_trackers", [tracker])
+    monkeypatch.setattr(trainer._metrics._trackers, "_trackers", [tracker])
 
 
 @pytest.mark.parametrize("passes", [1, 2])
