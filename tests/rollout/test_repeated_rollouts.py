@@ -309,7 +309,7 @@ def test_a_rollout_is_resumed_under_its_run_id() -> None:
         async with scripted_gateway() as gateway:
             with pytest.raises(InputError, match="run_id: got none, expected that of the rollout to resume"):
                 Rollout(gateway, ask_once, resume=True)
-            for name in ("a-b", "a_b", "a/b", "ä", "a" * 17):
+            for name in ("a-b", "a/b", "ä", "a" * 17):
                 with pytest.raises(
                     InputError, match=r"run_id: got .*, expected at most 16 letters and digits"
                 ):
@@ -356,7 +356,7 @@ def test_the_metadata_of_a_session_name_its_task_and_run() -> None:
     assert options["metadata"] == {"uid": "a", "run": "r1", "slot": 2, "attempt": 1, "agent_name": ""}
 
 
-@pytest.mark.parametrize("uid", ["a_b", "a/b", "ä", "", "-a", "a b", "x" * 97, "a\n"])
+@pytest.mark.parametrize("uid", ["a/b", "ä", "", "-a", "a b", "x" * 97, "a\n"])
 def test_a_uid_that_cannot_be_part_of_ids_is_refused_by_name(uid: str) -> None:
     with pytest.raises(InputError, match=r"tasks\[0\].uid: got .*, expected at most 96 of the characters"):
         read_tasks([RolloutTask(uid, {})])
