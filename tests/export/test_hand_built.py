@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import datetime
+from itertools import permutations
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -486,6 +487,25 @@ def test_a_text_that_may_be_two_answers_tells_nothing_of_them() -> None:
         policy=ALL,
     )
     assert [sample.exact for sample in trajectory.samples] == [False, False]
+
+
+def test_a_copy_with_a_response_id_joins_the_copies_of_its_response_before_others() -> None:
+    question = user("x")
+    bare = answered("hi", token_ids=[*b"hi", 1, 260])
+    named = {"id": "r", "choices": [answered("hi", token_ids=[*b"hi", 2, 260])]}
+    text = {"id": "r", "choices": [answered("hi")], "prompt_token_ids": [1, 2]}
+    for order in permutations([bare, named, text]):
+        main, *others = [[question, one] for one in order]
+        trajectory = Trajectory(
+            messages_and_choices=main,
+            additional_histories=[History(messages_and_choices=items) for items in others],
+            codec=STRIPPING,
+            policy=ALL,
+        )
+        assert [sample.response_ids.tolist() for sample in trajectory.samples if sample.exact] == [
+            [*b"hi", 2, 260]
+        ]
+        assert len(trajectory.samples) == 2
 
 
 def test_equal_answers_of_two_responses_are_two_answers() -> None:

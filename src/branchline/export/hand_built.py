@@ -167,6 +167,8 @@ def _with_known_facts(placed: Sequence[tuple[str, SampledChoice]]) -> list[tuple
         conversation = request.message_keys, request.prompt_config_digest, choice.output.message.key
         known = same_text.setdefault(conversation, [])
         fitting = [index for index, other in enumerate(known) if choice.may_be(other)]
+        named = [index for index in fitting if known[index].response_id == choice.response_id]
+        fitting = named if choice.response_id and named else fitting
         found[number] = known, fitting[0] if fitting else len(known)
         if not fitting:
             known.append(choice)
