@@ -45,13 +45,28 @@ async def run(task, session):
 def score(task, trajectory):
     return {"score": float(trajectory.answer.endswith(task["prompt"])), "length": len(trajectory.answer)}
 """
+FAILING = """
+import clerk
+
+
+async def run(task, session):
+    await clerk.run({"prompt": "hello"}, session)
+    look_up(task)
+def look_up(row):
+    return row["answer"]
+
+
+def score(task, trajectory):
+    return 1 / 0
+"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "clerk", raising=False)
+    for name in ("clerk", "failing"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "clerk.py").write_text(AGENT)
     rows = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two", "fails": True}]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -61,6 +76,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def session_name(session: str) -> str:
     """A session's id without that of the run."""
     return session.partition("-")[2]
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def run_tasks(*arguments: str) -> int:
@@ -81,7 +100,7 @@ def test_a_run_writes_trajectories_samples_and_stats(
         "aborted": 0,
         "forks": 0,
     }
-    assert stats["failure_reasons"] == {"runner_error: ValueError: as asked": 2}
+    assert stats["failure_reasons"] == {"runner_error: ValueError: as asked (clerk.py:12 in run)": 2}
     assert stats["sampled_tokens"] == 2 * stats["delivered_tokens"] > 0
     assert stats["dropped_tokens"] == {"failed": stats["delivered_tokens"]}
     lines = [json.loads(line) for line in (folder / "out/trajectories.jsonl").read_text().splitlines()]
@@ -269,7 +288,7 @@ def test_a_verifier_prints_the_reward_or_its_exit_status_is_one_on_request(
         (["--agent", "clerk:run", "--command", "true"], "got several, expected one"),
         (["--agent", "x=clerk:run", "--agent", "x=clerk:run"], "--agent: got 'x' twice"),
         (["--agent", "x=clerk:run"], None),
-        (["--agent", "nothing:run"], "agent: got 'nothing:run', which cannot be loaded"),
+        (["--agent", "nothing:run"], "--agent: got 'nothing:run', which cannot be loaded"),
         (["--agent", "clerk:score"], None),
         (["--agent", "clerk:run", "--reward", "clerk:nothing"], "reward: got 'clerk:nothing'"),
         (
@@ -362,3 +381,43 @@ def test_the_help_names_variables_and_files(capsys: pytest.CaptureFixture[str]) 
         "--agent-reward",
     ):
         assert name in text
+
+
+def test_a_failed_session_names_the_users_line_and_its_log(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "failing.py").write_text(FAILING)
+    assert run_tasks("--agent", "failing:run", "--concurrency", "1") == 1
+    error = capsys.readouterr().err
+    lines = read_lines(folder / "out/trajectories.jsonl")
+    for line in lines:
+        log = Path("out/logs", f"{line['session']}.log")
+        reason = "KeyError: 'answer' (failing.py:9 in look_up)"
+        assert line["error"] == reason
+        assert f"session {line['session']} failed: runner_error: {reason}; log: {log}\n" in error
+        text = log.read_text()
+        assert "Traceback" in text
+        assert "in run\n" in text
+        assert 'return row["answer"]' in text
+    assert "Traceback" not in error
+
+
+def test_a_failed_reward_names_the_users_line_and_its_log(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "failing.py").write_text(FAILING)
+    assert run_tasks("--agent", "clerk:run", "--reward", "failing:score") == 1
+    error = capsys.readouterr().err
+    lines = read_lines(folder / "out/trajectories.jsonl")
+    (line,) = [line for line in lines if line["cause"] == "reward_error"]
+    assert line["error"] == "ZeroDivisionError: division by zero (failing.py:13 in score)"
+    assert f"{line['error']}; log: out/logs/{line['session']}.log\n" in error
+    assert "return 1 / 0" in (folder / f"out/logs/{line['session']}.log").read_text()
+
+
+def test_the_log_of_a_failed_command_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tasks("--command", "echo oh; exit 3") == 1
+    (line, *_) = read_lines(folder / "out/trajectories.jsonl")
+    log = f"out/logs/{line['session']}.log"
+    assert f"exit_code: exit code 3 / oh; log: {log}\n" in capsys.readouterr().err
+    assert (folder / log).read_text() == "oh\n"

@@ -77,6 +77,28 @@ PLACES = [
     ("tree call.jsonl", "call.jsonl: cannot be read: No such file or directory; did you mean calls.jsonl?"),
     ("doctor --tokenizer empty call.jsonl", "empty"),
     ("journal check task.jsonl", "task.jsonl: there is no such file, expected a journal; did you mean tasks"),
+    # agents and rewards
+    ("run tasks.jsonl --agent my_agnet_of_wrong_lines:run", "; did you mean my_agent_of_wrong_lines:run?"),
+    ("run tasks.jsonl --agent my_agent_of_wrong_lines.py:run", "; did you mean my_agent_of_wrong_lines:run?"),
+    ("run tasks.jsonl --agent my_agent_of_wrong_lines:rum", "has no rum; did you mean run?"),
+    (
+        "run tasks.jsonl --agent my_agent_of_wrong_lines:one",
+        "expected a function of (task, session), but",
+    ),
+    ("run tasks.jsonl --agent broken_of_wrong_lines:run", "(broken_of_wrong_lines.py:1 in <module>)"),
+    ("run tasks.jsonl --agent syntax_of_wrong_lines:run", "(syntax_of_wrong_lines.py, line 1)"),
+    (
+        "run tasks.jsonl --agent singel_turn",
+        "--agent: got 'singel_turn', expected MODULE:FUNCTION, or",
+    ),
+    ("run tasks.jsonl --agent a=", "--agent: got 'a=', expected MODULE:FUNCTION, or NAME=MODULE:FUNCTION"),
+    ("run tasks.jsonl --agent-url x", "got 'x', expected http://HOST:PORT"),
+    ("run tasks.jsonl --command=", "--command: got '', expected a shell command"),
+    ("run tasks.jsonl --engine scripted", "expected --agent MODULE:FUNCTION, --command or --agent-url"),
+    ("run named.jsonl --agent my_agent_of_wrong_lines:run", "did you mean single_turn?"),
+    (f"{RUN} --reward my_agent_of_wrong_lines:scor", "--reward: got 'my_agent_of_wrong_lines:scor', which"),
+    (f"{RUN} --reward my_agent_of_wrong_lines", "--reward: got 'my_agent_of_wrong_lines', expected MODULE:"),
+    (f"{RUN} --judge-url http://x", "--judge-model: got none, expected the name of the judge's model"),
     # folders of runs
     (f"{RUN} --run-folder runs/frist --resume", "--run-folder: got runs/frist, expected with --resume the"),
     (f"{RUN} --run-folder runs/frist --resume", "; did you mean runs/first?"),

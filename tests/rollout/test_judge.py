@@ -274,7 +274,9 @@ def test_a_judge_function_that_is_wrong_leaves_no_scores(returned: object, probl
 
     judgements = asyncio.run(judge_group(judge, {}, [trajectory("a"), trajectory("b")]))
     assert [one.score for one in judgements] == [None, None]
-    assert judgements[0].problem == problem
+    assert judgements[0].problem.partition(" (")[0] == problem
+    assert ("in judge)" in judgements[0].problem) == isinstance(returned, Exception)
+    assert ("Traceback" in judgements[0].trace) == isinstance(returned, Exception)
 
 
 def test_a_judge_function_may_return_truth_values_and_values_of_numpy() -> None:

@@ -217,7 +217,7 @@ def test_agents_of_the_loop_run_by_their_names() -> None:
     assert [(result.status, result.calls) for result in sink.results] == [("finished", 1)]
     assert sink.results[0].trajectory.answer == "ok"
     assert isinstance(make_runner("tool"), LoopRunner)
-    with pytest.raises(InputError, match="agent_name: got 'poet', expected one of"):
+    with pytest.raises(InputError, match="agent: got 'poet', expected MODULE:FUNCTION, or one of"):
         make_runner("poet")
 
 
@@ -237,7 +237,7 @@ def test_a_runner_can_be_pickled() -> None:
     [
         ("nothing", "expected MODULE:FUNCTION"),
         ("no.such.module:run", "cannot be loaded: ModuleNotFoundError"),
-        ("json:nothing", "cannot be loaded: AttributeError"),
+        ("json:nothing", "cannot be loaded: json has no nothing"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_an_error(path: str, problem: str) -> None:

@@ -117,6 +117,8 @@ def build_runners(
 
     for text in options.agent:
         name, separator, path = text.partition("=")
+        if not (path if separator else text):
+            raise InputError(f"agent: got {text!r}, expected MODULE:FUNCTION, or NAME=MODULE:FUNCTION")
         add(name if separator else "", make(path if separator else text))
     if options.command is not None:
         add("", CommandRunner(options.command, log_folder))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
 def run(options: RunOptions) -> tuple[str, int]:
     """Runs the tasks; progress and logs go to stderr."""
     from branchline.gateway.process import run_server
-    from branchline.rollout.run_folder import RunFolder, check_run_folder
+    from branchline.rollout.run_folder import LOGS_FOLDER, RunFolder, check_run_folder
     from branchline.rollout.tasks import read_tasks
     from branchline.rollout.trackers import Trackers
 
@@ -58,7 +58,7 @@ def run(options: RunOptions) -> tuple[str, int]:
         )
     path = options.run_folder or new_run_folder("run")
     check_run_folder(path, resume=options.resume)
-    runners = build_runners(options.agents, tasks, path.absolute() / "logs")
+    runners = build_runners(options.agents, tasks, path.absolute() / LOGS_FOLDER)
     reward, judge = build_reward(options.agents), build_judge(options.judging)
     if reward is not None and judge is not None:
         raise InputError("--judge-url: got a judge and a reward, expected one of them")
@@ -134,6 +134,7 @@ async def _run(
             resume=options.resume,
             stats=stats,
             run_id=folder.run_id,
+            log_folder=folder.log_folder,
         )
         wanted = min(len(tasks), options.rollout.stop_after or len(tasks))
         async with shown_progress(rollout, wanted * options.rollout.n, trackers):

@@ -132,7 +132,7 @@ async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any
         try:
             result = context.run(function, *args, **kwargs)
         except BaseException as error:
-            problem = _future_exception(error)
+            problem = _future_exception(error).with_traceback(error.__traceback__)
         # The event loop may have been closed in the meantime.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, result, problem)

@@ -36,6 +36,7 @@ from branchline.engines.error_responses import error_from_response
 from branchline.export.trajectory import Trajectory
 from branchline.loop.registry import is_async_callable
 from branchline.loop.timeouts import describe_error, run_in_thread, with_timeout
+from branchline.rollout.failures import describe_traceback, own_place
 from branchline.rollout.judge_prompt import DEFAULT_RUBRIC, describe_group, instructions, trajectory_digest
 from branchline.rollout.judge_scores import Judgement, read_judgement, read_scores
 
@@ -205,9 +206,9 @@ async def judge_group(
         )
         return _check_scores(scores, len(trajectories))
     except Exception as error:
-        problem = _describe(error)
+        problem = _describe(error) + own_place(error)
         log.warning("judge: %s", problem)
-        return [Judgement(None, problem)] * len(trajectories)
+        return [Judgement(None, problem, describe_traceback(error))] * len(trajectories)
 
 
 def _describe(error: Exception) -> str:

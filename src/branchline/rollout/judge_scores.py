@@ -20,7 +20,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_ANSWER_CHARS = 1_000_000
@@ -40,6 +40,8 @@ class Judgement:
     """From 0 to 1; None if the judge gave none."""
     problem: str = ""
     """Why there is no score."""
+    trace: str = field(default="", repr=False, compare=False)
+    """The traceback of a judge that raised."""
 
 
 class _AnswerError(Exception):

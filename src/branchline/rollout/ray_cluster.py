@@ -367,7 +367,7 @@ class RayRunner:
         address = AgentAddress(url, session.id, session.api_key, session.control_key)
         reward, end = await self.processes.run(self.runner, task, address)
         if end.cause is not None:
-            raise RunnerError(end.cause, end.error)
+            raise RunnerError(end.cause, end.error, end.trace)
         return reward
 
 

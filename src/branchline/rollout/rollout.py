@@ -20,11 +20,13 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 from branchline.core.errors import InputError, SessionError, SessionRefusedError
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
 from branchline.rollout.config import RolloutConfig as RolloutConfig
+from branchline.rollout.failures import keep_traceback
 from branchline.rollout.judge import Judge, check_judge, judge_group
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import RunnerSpec, make_runner, select_runner
@@ -62,12 +64,13 @@ class Rollout:
         resume: bool = False,
         stats: RolloutStats | None = None,
         run_id: str | None = None,
+        log_folder: Path | None = None,
     ) -> None:
         """`gateway` is that of this process, or a `GatewayPool`. `runners` is one agent for all tasks without
         an `agent_name`, or agents by name. `run_id` is a part of the ids of all sessions; None: each `run`
         chooses a new one. With `resume`, sessions of that `run_id` that a journal or `stats` know are not run
         again; `stats` are then those of the sessions of that run that the sinks have. One that only a sink
-        knows is refused."""
+        knows is refused. `log_folder` gets the traceback of each session that failed, in `SESSION.log`."""
         if reward is not None and judge is not None:
             raise InputError("judge: got a judge and a reward function, expected one of them")
         if judge is not None:
@@ -99,6 +102,7 @@ class Rollout:
         self._judge = judge
         self._sinks = list(sinks)
         self._resume = resume
+        self._log_folder = log_folder
         self._run_id = run_id
         self._slots = asyncio.Semaphore(config.concurrency)
         self._groups: list[TaskSessions] = []
@@ -360,7 +364,9 @@ class Rollout:
         await self._gateway.release(result.session)
         if result.status == "failed":
             group.first_error = group.first_error or result.end.reason.partition("\n")[0]
-            log.warning("session %s failed: %s", result.session, result.end.reason.replace("\n", " / "))
+            reason = result.end.reason.replace("\n", " / ")
+            kept = await asyncio.to_thread(keep_traceback, self._log_folder, result.session, result.end.trace)
+            log.warning("session %s failed: %s%s", result.session, reason, kept)
         return result.end
 
     async def _end_group(self, group: TaskSessions) -> None:
@@ -400,7 +406,7 @@ class Rollout:
             judgements = await judge_group(judge, group.task.row, judged, self.config.reward_timeout_s)
             for index, judgement in zip(valid, judgements, strict=True):
                 if judgement.score is None:
-                    ends[index] = SessionEnd(EndCause.JUDGE_ERROR, judgement.problem)
+                    ends[index] = SessionEnd(EndCause.JUDGE_ERROR, judgement.problem, judgement.trace)
                 else:
                     reward = {"score": judgement.score, "extras": _JUDGE_EXTRAS}
                     ends[index] = await self._sessions.post_reward(jobs[index], reward)

@@ -7,7 +7,7 @@
                           gateways.json, which names their machines
     run.json              what the run is: its id, tasks, agents, reward, model, …
     config.yaml           the options that `branchline run` began it with
-    logs/                 the output of commands
+    logs/                 the output of commands, and the tracebacks of what failed, a file for each session
 
 A folder belongs to one run. It is resumed with the same settings only: with another agent, reward or model
 its sessions could not be compared with each other, with another format its samples would be written twice.
@@ -38,6 +38,7 @@ from branchline.rollout.stats import RolloutStats
 from branchline.rollout.tasks import RolloutTask, new_run_id, task_digest
 
 SampleFormat = Literal["jsonl", "parquet"]
+LOGS_FOLDER = "logs"
 
 
 class RunFolder:
@@ -96,6 +97,10 @@ class RunFolder:
     @property
     def journal_path(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def log_folder(self) -> Path:
+        return self.path / LOGS_FOLDER
 
     def open_sinks(self) -> tuple[list[Sink], RolloutStats]:
         """Returns the sinks of the folder, and the figures of the sessions of its run that it has."""

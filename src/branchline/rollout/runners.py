@@ -26,8 +26,9 @@ import msgspec
 
 from branchline.core.errors import InputError
 from branchline.core.reward import RewardData
+from branchline.core.suggestions import did_you_mean, near_path
 from branchline.engines.client import HttpClient, ServerConfig
-from branchline.loop.agents import AgentContext, find_agent, run_agent, select
+from branchline.loop.agents import AgentContext, agent_names, find_agent, run_agent, select
 from branchline.loop.context.context_options import ContextOptions
 from branchline.loop.http_model import HttpModel
 from branchline.loop.registry import InteractionRegistry, ToolRegistry, is_async_callable
@@ -35,6 +36,7 @@ from branchline.loop.state import LoopState
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.timeouts import run_in_thread
 from branchline.loop.verl import VerlConfig, read_verl_file
+from branchline.rollout.failures import own_place
 from branchline.rollout.processes import run_command
 from branchline.rollout.session_gateway import AgentSession
 from branchline.rollout.session_result import EndCause, RunnerError
@@ -217,7 +219,10 @@ def make_runner(spec: RunnerSpec) -> Runner:
     """Returns a runner: one that is given, that of a function, or that of `module:function`. A name without
     a colon is an agent of the loop's registry."""
     if isinstance(spec, str) and ":" not in spec:
-        find_agent(spec)
+        if spec not in agent_names():
+            names = ", ".join(agent_names())
+            near = did_you_mean(spec, agent_names())
+            raise InputError(f"agent: got {spec!r}, expected MODULE:FUNCTION, or one of {names}{near}")
         return LoopRunner(spec)
     if isinstance(spec, str):
         return FunctionRunner(spec)
@@ -235,9 +240,9 @@ def select_runner(runners: Mapping[str, Runner], agent_name: str) -> Runner:
     try:
         find_agent(agent_name)
     except InputError as error:
-        known = sorted(name for name in runners if name)
-        registered = str(error).partition("one of ")[2]
-        raise InputError(f"agent_name: got {agent_name!r}, expected one of {known} or {registered}") from None
+        known = [*sorted(name for name in runners if name), *agent_names()]
+        near = did_you_mean(agent_name, known)
+        raise InputError(f"agent_name: got {agent_name!r}, expected one of {known}{near}") from error
     return LoopRunner(agent_name)
 
 
@@ -252,13 +257,31 @@ def load_object(path: str, what: str) -> Any:
     _find_modules_here()
     try:
         found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
     except Exception as error:
+        near = _near_module(module_name, name) if isinstance(error, ModuleNotFoundError) else ""
         raise InputError(
             f"{what}: got {path!r}, which cannot be loaded: {type(error).__name__}: {error}"
+            f"{own_place(error)}{near}"
         ) from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            near = did_you_mean(part, [one for one in dir(found) if callable(getattr(found, one, None))])
+            raise InputError(
+                f"{what}: got {path!r}, which cannot be loaded: {module_name} has no {part}{near}"
+            ) from error
     return found
+
+
+def _near_module(module: str, name: str) -> str:
+    """`; did you mean …?` with a module of the working directory whose name is like one that does not exist,
+    also one that is written as its file."""
+    file = Path(module if module.endswith(".py") else f"{module.replace('.', '/')}.py")
+    near = near_path(file)
+    if near is None or near.suffix != ".py" or near.is_absolute():
+        return ""
+    return f"; did you mean {'.'.join(near.with_suffix('').parts)}:{name}?"
 
 
 def _find_modules_here() -> None:

@@ -24,6 +24,7 @@ from branchline.export.trajectory import Trajectory
 from branchline.gateway.views import message_view
 from branchline.loop.timeouts import describe_error
 from branchline.rollout.connection_faults import is_connection_fault
+from branchline.rollout.failures import describe_traceback, own_place
 from branchline.rollout.tasks import RolloutTask
 from branchline.runtime.managed_session import SessionState
 
@@ -72,9 +73,11 @@ _ABORTED_CAUSES = (
 class RunnerError(Exception):
     """A runner's failure whose cause is known."""
 
-    def __init__(self, cause: EndCause, message: str) -> None:
+    def __init__(self, cause: EndCause, message: str, trace: str = "") -> None:
         super().__init__(message)
         self.cause = cause
+        self.trace = trace
+        """The traceback of what failed in the runner."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class SessionEnd:
     cause: EndCause | None = None
     """None: it finished."""
     error: str = ""
+    trace: str = field(default="", repr=False, compare=False)
+    """The whole traceback of the error; empty if the session was read back from a journal."""
 
     def __post_init__(self) -> None:
         # Files and the journal are UTF-8, and an exception may quote half an emoji.
@@ -93,12 +98,13 @@ class SessionEnd:
     def from_error(cls, error: BaseException) -> SessionEnd:
         """Returns the end of a session whose agent raised."""
         if isinstance(error, RunnerError):
-            return cls(error.cause, str(error)[:_MAX_ERROR_CHARS])
+            return cls(error.cause, str(error)[:_MAX_ERROR_CHARS], error.trace)
         text = describe_error(error)
         name = type(error).__name__
         text = text if text.startswith(name) else f"{name}: {text}"
         cause = EndCause.CONNECTION if is_connection_fault(error) else EndCause.RUNNER_ERROR
-        return cls(cause, text[:_MAX_ERROR_CHARS])
+        place = own_place(error)
+        return cls(cause, text[: _MAX_ERROR_CHARS - len(place)] + place, describe_traceback(error))
 
     @classmethod
     def from_state(cls, state: SessionState, reason: str) -> SessionEnd:

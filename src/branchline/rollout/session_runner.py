@@ -85,7 +85,7 @@ class SessionRunner:
                 return await runner.run(task, session)
             except TimeoutError as error:  # the agent's own
                 own = SessionEnd.from_error(error)
-                raise RunnerError(own.cause or EndCause.RUNNER_ERROR, own.error) from error
+                raise RunnerError(own.cause or EndCause.RUNNER_ERROR, own.error, own.trace) from error
 
         try:
             reward = await with_timeout(run(), self._timeout_s, _GRACE_S)
@@ -172,7 +172,9 @@ class SessionRunner:
         state: SessionState = "finalized" if end.cause is None else "aborted"
         try:
             ended = await self._gateway.end(session_id, state, end.gateway_reason)
-            end = _check_calls(SessionEnd.from_state(ended.state, ended.reason), ended)
+            end = replace(
+                _check_calls(SessionEnd.from_state(ended.state, ended.reason), ended), trace=end.trace
+            )
             trajectory, figures = await self._read_ended(session_id, ended)
         except NodeLostError as error:
             end = SessionEnd(EndCause.NODE_LOST, str(error))

@@ -12,11 +12,13 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import TrajectoryGroup
 from branchline.gateway.server import Gateway
+from branchline.rollout.failures import keep_traceback
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import Runner
 from branchline.rollout.session_gateway import LocalGateway
@@ -58,13 +60,16 @@ class EpisodeRunner:
         timeout_s: float | None = None,
         reward_timeout_s: float | None = 600.0,
         is_evaluation: bool = False,
+        log_folder: Path | None = None,
     ) -> None:
         """`sampling` overrides the sampling parameters of the agent's requests, `timeout_s` is the time limit
-        of an agent and `reward_timeout_s` that of its reward. What an evaluation overrides is not counted."""
+        of an agent and `reward_timeout_s` that of its reward. What an evaluation overrides is not counted.
+        `log_folder` gets the traceback of each episode that failed, in `SESSION.log`."""
         self._is_evaluation = is_evaluation
         self._gateway = LocalGateway(gateway)
         self._store = gateway.sessions
         self._agent = agent
+        self._log_folder = log_folder
         self._logged: set[str] = set()
         self._sessions = SessionRunner(
             self._gateway,
@@ -99,7 +104,8 @@ class EpisodeRunner:
     async def _run_episode(self, job: SessionJob, overridden: Counter[str]) -> SessionResult:
         result = await self._sessions.run(job, self._agent)
         if result.end.cause is not None:
-            log.warning("episode %s failed: %s", result.session, result.end.reason)
+            kept = await asyncio.to_thread(keep_traceback, self._log_folder, result.session, result.end.trace)
+            log.warning("episode %s failed: %s%s", result.session, result.end.reason, kept)
         if not self._is_evaluation:
             overridden.update(self._count_overridden(result.session))
         await self._gateway.release(result.session)

@@ -49,7 +49,9 @@ from branchline.export.trajectory import Trajectory
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from branchline.loop.timeouts import finish_despite_cancel
+from branchline.rollout.failures import own_place
 from branchline.rollout.rewards import RewardFunction, VerifierCommand
+from branchline.rollout.run_folder import LOGS_FOLDER
 from branchline.rollout.run_settings import (
     RUN_FILE,
     describe_reward,
@@ -216,6 +218,7 @@ class Trainer(Generic[T]):
                     reward=self._reward,
                     export_policy=config.export_policy,
                     timeout_s=config.episode_timeout_s,
+                    log_folder=self.run_folder / LOGS_FOLDER,
                     reward_timeout_s=config.reward_timeout_s,
                 )
                 runner = make_episodes(sampling=sampling)
@@ -274,7 +277,7 @@ class Trainer(Generic[T]):
         )
         errors = [error for group in groups for error in group.errors]
         if len(errors) == self.config.groups_per_step * self.config.group_size:
-            first = f"{type(errors[0]).__name__}: {errors[0]}"
+            first = f"{type(errors[0]).__name__}: {errors[0]}{own_place(errors[0])}"
             raise EpisodesFailedError(
                 f"step {index}: all episodes failed, the first with {first}"
             ) from errors[0]
