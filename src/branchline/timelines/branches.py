@@ -27,8 +27,10 @@ _MIN_EQUAL_SHARE = 0.75
 class Branches:
     """The branches of one tree."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, main_call: Call | None = None) -> None:
+        """Without a main call it is the first call that is no side call."""
         self._tree = tree
+        self._given_main_call = main_call
         self._first_call: dict[int, Call] = {}
         self._continued: set[int] = set()
         for call in tree.calls:
@@ -145,18 +147,22 @@ class Branches:
 
     @cached_property
     def main_call(self) -> Call:
-        """The first call that is no side call; the first call if all are."""
+        """The call that was given as the main one, or the first call that is no side call; the first call if
+        all are."""
         calls = self._tree.calls
-        return next((call for call in calls if call.outputs and not self._begins_aside(call)), calls[0])
+        first = (call for call in calls if call.outputs and not self.begins_aside(call))
+        return self._given_main_call or next(first, calls[0])
 
-    def _begins_aside(self, call: Call) -> bool:
+    def begins_aside(self, call: Call) -> bool:
         """Whether a call names the agent that spawned it, or is a side call of a conversation that begins
-        later: of its agent or, if it has a name, of the agent without one."""
+        later: of its agent, of an agent with tools or, if it has a name, of the agent without one."""
         if call.spawned_by:
             return True
         if call.requested_config_digest or self._is_continued(call):
             return False
         if call.agent in self._first_calls_with_tools or (call.agent and self._has_unnamed_agent):
+            return True
+        if self._is_aside_of_tools(call):
             return True
         tasks, index = self._first_tasks
         own = self._first_user_text(call)
@@ -166,6 +172,21 @@ class Branches:
             for message in self._call_messages(call)
             for text in map(_to_text, index.find(text_bytes(message.content)))
         )
+
+    def _is_aside_of_tools(self, call: Call) -> bool:
+        """Whether a call without tools is a side call of the first agent with tools, whatever its name: that
+        one does not show the answer and, if the call has a name, gets the task that the call shows."""
+        first = next(iter(self._first_calls_with_tools.values()), None)
+        if first is None:
+            return False
+        messages = self._call_messages(call)
+        shown = {message.key for message in messages}
+        new = [message.content for message in self._call_messages(first) if message.key not in shown]
+        answers = [self._tree.nodes[output].message.content.strip() for output in call.outputs]
+        if any(answer and answer in text for answer in answers for text in new):
+            return False
+        task = self._first_user_text(first)
+        return not call.agent or (bool(task) and any(task in message.content for message in messages))
 
     def _is_continued(self, call: Call) -> bool:
         nodes = self._tree.nodes

@@ -124,13 +124,22 @@ class ForkReport:
 
 def classify_forks(tree: Tree) -> ForkReport:
     """Returns the causes of all forks, the undelivered outputs, and the edges between paths."""
-    return _Classifier(tree).run() if tree.calls else ForkReport()
+    if not tree.calls:
+        return ForkReport()
+    signals = ForkSignals(tree)
+    report = _Classifier(tree, signals).run()
+    # An agent whose first call was cut off may have begun again under another system prompt.
+    calls = (call for call in tree.calls if call.outputs and not signals.begins_aside(call))
+    main_call = report.conversations.first_answered(calls) if report.conversations is not None else None
+    if main_call is None or main_call is signals.main_call:
+        return report
+    return _Classifier(tree, ForkSignals(tree, main_call)).run()
 
 
 class _Classifier:
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, signals: ForkSignals) -> None:
         self._tree = tree
-        self._signals = ForkSignals(tree)
+        self._signals = signals
         self._undelivered = _undelivered_outputs(tree)
         self._edges: list[Edge] = []
         self._main_agent = self._signals.main_call.agent

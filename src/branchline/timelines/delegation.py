@@ -28,8 +28,8 @@ _NodesByText = dict[tuple[str, str | None], list[Node]]
 class Delegation(Branches):
     """The tool calls of one tree, by the tasks that they contain."""
 
-    def __init__(self, tree: Tree) -> None:
-        super().__init__(tree)
+    def __init__(self, tree: Tree, main_call: Call | None = None) -> None:
+        super().__init__(tree, main_call)
         self._agent_calls: dict[int, Call] = {}
         self._has_answer_above: list[bool] = []
         for node in tree.nodes:  # children follow their parents

@@ -1,7 +1,9 @@
 """Which timeline is the conversation of a session, or of one of its agents.
 
 The main history is the timeline with the latest delivered answer among those that are reached from the main
-call (the first call that is no side call) without crossing a fork or an edge to another agent's conversation.
+call without crossing a fork or an edge to another agent's conversation. The main call is the first call that
+is no side call and whose conversation has a delivered answer; if there is none, the first that is no side
+call.
 What follows that answer and was cancelled is a part of it. Answers, rewards of turns and exports ask here and
 nowhere else.
 
@@ -53,6 +55,17 @@ class Conversations:
         if agent == self._main_call.agent:
             return self.main_leaf()
         return self._last([leaf for leaf in self._tree.leaves() if leaf.agent == agent], agent)
+
+    def first_answered(self, calls: Iterable[Call]) -> Call | None:
+        """Returns the first of some calls whose conversation has a delivered answer, or None."""
+        seen: set[int] = set()
+        for call in calls:
+            if call.outputs[0] not in seen:
+                found = self._reached(call)
+                if any(self._tree.nodes[one].is_sampled and one not in self._undelivered for one in found):
+                    return call
+                seen |= found
+        return None
 
     def _reached(self, start: Call) -> set[int]:
         """Returns the nodes of the conversation that a call belongs to."""
