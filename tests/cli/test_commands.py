@@ -81,8 +81,9 @@ def test_what_is_needed_and_what_was_renamed_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_help_has_a_screen_or_two_and_the_full_one_everything(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert main([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: branchline {name} ")

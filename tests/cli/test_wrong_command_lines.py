@@ -136,6 +136,8 @@ def used_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def test_it_gets_one_sentence(
     line: str, problem: str, used_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if line.startswith(("train ", "demo ", "serve --model")):
+        pytest.importorskip("torch")  # without it these say so first
     assert main(line.format(port=used_port).split()) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

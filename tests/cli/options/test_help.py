@@ -13,6 +13,11 @@ from branchline.core.option_fields import group, option
 from tests.cli.options.plans import Limits, Plan, printed
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def test_the_first_level_has_what_most_people_need_and_its_first_sentence() -> None:
     text = printed(["--help"])
     assert text == printed(["-h", "--port", "x"])
