@@ -39,6 +39,19 @@ def start_streams(
     ]
 
 
+async def start_together(
+    engine: Any, sizes: list[int], params: SamplingParams
+) -> list[asyncio.Task[CollectedOutput]]:
+    """Starts streams that begin in the same step, however slowly they are submitted."""
+    await engine.pause()
+    tasks = start_streams(engine, sizes, params)
+    await asyncio.sleep(0)
+    await engine.pause()  # When this returns, all have arrived.
+    assert engine.stats.waiting == len(sizes)
+    await engine.resume()
+    return tasks
+
+
 def test_generations_continue_after_their_own_ids_under_new_weights() -> None:
     sizes = [10 + 25 * n for n in range(8)]
 
@@ -46,7 +59,7 @@ def test_generations_continue_after_their_own_ids_under_new_weights() -> None:
         model = tiny_model()
         async with running_engine(model, version=3) as engine:
             gate = ForwardGate(model, 30)
-            tasks = start_streams(engine, sizes, greedy(60))
+            tasks = await start_together(engine, sizes, greedy(60))
             await gate.run_during_step(engine.pause())
             sampled = engine.stats.sampled_tokens
             await engine.update_weights(tiny_model(seed=1).state_dict(), version=4)
@@ -76,7 +89,7 @@ def test_update_without_a_pause_keeps_seeds_and_penalties() -> None:
         model = tiny_model()
         async with running_engine(model) as engine:
             gate = ForwardGate(model, 15)
-            tasks = start_streams(engine, [20, 50], params)
+            tasks = await start_together(engine, [20, 50], params)
             # The weights are equal, so the ids must be those of an undisturbed generation.
             await gate.run_during_step(engine.update_weights(tiny_model().state_dict(), version=1))
             outputs = await asyncio.gather(*tasks)
