@@ -414,7 +414,8 @@ def test_answers_that_contradict_each_other_are_named_in_the_report(
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["merge", str(log)]) == 0
     out = capsys.readouterr().out
-    assert "other answers under one response id and index: 1 line, each counted (first: line 2)" in out
+    assert "other answers or requests under one response id and index: 1 line" in out
+    assert "each counted (first: line 2)" in out
     assert "cut off, or logged without finish_reason; if the logger left it out, add it" in out
 
 

@@ -128,6 +128,14 @@ def test_answers_that_contradict_each_other_stay_apart_and_are_counted(other: Lo
     assert len(export_samples(merged.tree).samples) == 2
 
 
+def test_an_answer_whose_lines_have_other_requests_is_counted() -> None:
+    one = call(1, answer(0))
+    agent = replace(one, request=replace(one.request, agent="p"), line=2)
+    messages = (Message("user", "logged otherwise"),)
+    conversation = replace(one, request=replace(one.request, messages=messages), line=3)
+    assert merge([one, agent, conversation]).contradicting == [2, 3]
+
+
 def test_the_ids_of_a_prompt_are_those_of_all_choices_of_its_response() -> None:
     whole = replace(call(1, answer(0), answer(1)), prompt_ids=None)
     for order in ([whole, call(2, answer(1))], [call(0, answer(1)), whole]):

@@ -225,8 +225,8 @@ def report_tables(report: JsonDict, log: CallLogFile) -> Iterator[RenderableType
         yield Text(f"logged twice: {pluralize(len(report['logged_twice']), 'call')}, counted once")
     if contradicting := report["contradicting"]:
         yield Text(
-            f"other answers under one response id and index: {pluralize(len(contradicting), 'line')}, each "
-            f"counted (first: line {contradicting[0]})"
+            "other answers or requests under one response id and index: "
+            f"{pluralize(len(contradicting), 'line')}, each counted (first: line {contradicting[0]})"
         )
     yield from _fork_lines(report)
     yield from skipped_lines(log.skipped)

@@ -35,7 +35,8 @@ class Copies:
     left_out: list[LoggedCall]
     """Calls with the outputs that another line has too."""
     contradicting: list[int]
-    """Lines with another answer than an earlier line has under the same response id and index."""
+    """Lines with another answer than an earlier line has under the same response id and index, or with the
+    same ids for another request (agent, tools, messages, model)."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,12 @@ def join_copies(calls: Iterable[LoggedCall]) -> Copies:
         if len(places) > 1:
             left_out.update(_join(places, answers))
     contradicting: set[int] = set()
-    for places in same_index.values():
+    same_ids: dict[object, list[Place]] = {}
+    for place, answer in answers.items():
+        if calls[place[0]].id and answer.prompt_ids is not None and answer.output.ids is not None:
+            ids = _to_bytes(answer.prompt_ids), _to_bytes(answer.output.ids)
+            same_ids.setdefault((calls[place[0]].id, answer.output.index, ids), []).append(place)
+    for places in (*same_index.values(), *same_ids.values()):
         lines = {calls[place[0]].line for place in places if place not in left_out}
         contradicting.update(sorted(lines)[1:])
     kept: list[LoggedCall] = []
